@@ -6,13 +6,15 @@ import ctypes
 import errno
 import os
 import tempfile
-from pathlib import Path
 from typing import IO
 
 from memsaver_core import _native, process
 from memsaver_core.contract.errors import DiskFullError
 
 _held: IO[bytes] | None = None
+
+#: Whether files in a folder take memory of the host.
+is_in_memory = _native.is_in_memory
 
 
 def free_bytes() -> int:
@@ -25,16 +27,6 @@ def free_bytes() -> int:
     free = disk.f_bavail * disk.f_frsize
     free = min(free, _native.available_memory_bytes()) if is_in_memory(folder) else free
     return free + (0 if _held is None else os.fstat(_held.fileno()).st_size)
-
-
-def is_in_memory(folder: str) -> bool:
-    """Return whether files in ``folder`` take memory of the host."""
-    found = ("", "")
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, place, kind, *_ = line.split()
-        if f"{os.path.realpath(folder)}/".startswith(f"{place.rstrip('/')}/") and len(place) >= len(found[0]):
-            found = (place, kind)
-    return found[1] in ("tmpfs", "ramfs")
 
 
 def full(needed: int, free: int) -> DiskFullError:

@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 
 from memsaver_core import process
 from memsaver_core.contract.policies import PolicyLike, policy_for
 
-_alive: WeakSet[Any] = WeakSet()
+#: Each graph made here, with its device and by how much its capture grew this process's memory there, beside tensors.
+_grown: WeakKeyDictionary[torch.cuda.CUDAGraph, tuple[int, int]] = WeakKeyDictionary()
 
 
 def alive() -> list[torch.cuda.CUDAGraph]:
     """Return the graphs made by ``graph`` that are still alive."""
-    return list(_alive)
+    return list(_grown)
 
 
 def grown_bytes(index: int) -> int:
     """Return by how much this process's memory of a device grew, beside tensors, during captures by ``graph``; 0 if
     NVML does not count by process."""
-    return sum(int(each._memsaver_own[1]) for each in list(_alive) if each._memsaver_own[0] == index)
+    return sum(grown for device, grown in list(_grown.values()) if device == index)
 
 
 class GraphPool:
@@ -75,15 +76,14 @@ def graph(
 
 
 @contextmanager
-def _measured(cuda_graph: Any, capture: AbstractContextManager[Any]) -> Iterator[None]:
+def _measured(cuda_graph: torch.cuda.CUDAGraph, capture: AbstractContextManager[Any]) -> Iterator[None]:
     """Capture, and record what the graph itself takes of the device."""
     device = torch.cuda.current_device()
-    cuda_graph._memsaver_own = (device, 0)
-    _alive.add(cuda_graph)
+    _grown[cuda_graph] = (device, 0)
     with capture:
         before = _bytes_beside_tensors(device)
         yield
-    cuda_graph._memsaver_own = (device, max(0, _bytes_beside_tensors(device) - before))
+    _grown[cuda_graph] = (device, max(0, _bytes_beside_tensors(device) - before))
 
 
 def _bytes_beside_tensors(device: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import Any
 
@@ -17,20 +17,11 @@ def read_memory(uuid: str, pids: Collection[int]) -> tuple[int, int, int | None]
         Bytes in total, in use by all processes, and in use by ``pids`` (None if NVML does not say). None as a whole if
         NVML is unavailable.
     """
-    handle = _handle(uuid)
-    if handle is None:
+    # Version 2 counts what the driver reserves for itself apart from what is used, as nvidia-smi does.
+    memory = _ask(uuid, lambda nvml, handle: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2))
+    if memory is None:
         return None
-    import pynvml
-
-    try:
-        # Version 2 counts what the driver reserves for itself apart from what is used, as nvidia-smi does.
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-    except pynvml.NVMLError:  # the driver may have been replaced under a running process
-        return None
-    try:
-        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except pynvml.NVMLError:
-        processes = []
+    processes = _ask(uuid, lambda nvml, handle: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ()
     own = [int(each.usedGpuMemory) for each in processes if each.pid in pids and each.usedGpuMemory is not None]
     return int(memory.total), int(memory.used), sum(own) if own else None
 
@@ -38,18 +29,26 @@ def read_memory(uuid: str, pids: Collection[int]) -> tuple[int, int, int | None]
 @lru_cache
 def in_multi_node_fabric(uuid: str) -> bool:
     """Return whether NVLink connects the device ``uuid`` with those of other hosts (as in GB200 NVL72)."""
-    handle = _handle(uuid)
-    if handle is None:
-        return False
+
+    def connected(nvml: Any, handle: Any) -> bool:
+        fabric = nvml.c_nvmlGpuFabricInfoV_t()
+        fabric.version = nvml.nvmlGpuFabricInfo_v2
+        nvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(fabric))
+        return fabric.state == nvml.NVML_GPU_FABRIC_STATE_COMPLETED and any(fabric.clusterUuid)
+
+    return bool(_ask(uuid, connected))
+
+
+def _ask(uuid: str, call: Callable[[Any, Any], Any]) -> Any:
+    """Return ``call(pynvml, handle)``; None if NVML refuses: the driver may have been replaced under this process."""
+    if (handle := _handle(uuid)) is None:
+        return None
     import pynvml
 
-    fabric = pynvml.c_nvmlGpuFabricInfoV_t()
-    fabric.version = pynvml.nvmlGpuFabricInfo_v2
     try:
-        pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(fabric))
+        return call(pynvml, handle)
     except pynvml.NVMLError:
-        return False
-    return fabric.state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED and any(fabric.clusterUuid)
+        return None
 
 
 def _handle(uuid: str) -> Any:

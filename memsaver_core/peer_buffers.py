@@ -95,11 +95,7 @@ class PeerBuffers:
         self.suspended = False
         self._own = SharedBuffer(device_index, nbytes)
         self._others: dict[int, ImportedBuffer] = {}
-
-        def map_new(rank: int, descriptor: int) -> None:
-            self._others[rank] = ImportedBuffer(descriptor, self._own.nbytes, device_index)
-
-        self._exchange(map_new)
+        self._map_others()
 
     @property
     def nbytes(self) -> int:
@@ -122,16 +118,11 @@ class PeerBuffers:
     def resume(self) -> None:
         """Bring the memory and its content back; returns when every rank has called it."""
         self._own.restore()
-
-        def map_again(rank: int, descriptor: int) -> None:
-            self._others[rank].drop()
-            self._others[rank].map_again(descriptor)
-
-        self._exchange(map_again)
+        self._map_others()
         self.suspended = False
 
-    def _exchange(self, use: Callable[[int, int], None]) -> None:
-        """Call ``use`` with each other rank and a descriptor of its buffer."""
+    def _map_others(self) -> None:
+        """Map the buffers of the other ranks: at new addresses, or where they were."""
         exported = self._own.export_fd()
         try:
             received = self.sockets.exchange(exported)
@@ -139,7 +130,11 @@ class PeerBuffers:
             os.close(exported)
         try:
             for rank, descriptor in received.items():
-                use(rank, descriptor)
+                if (other := self._others.get(rank)) is None:
+                    self._others[rank] = ImportedBuffer(descriptor, self.nbytes, self.device_index)
+                else:
+                    other.drop()
+                    other.map_again(descriptor)
         finally:
             for descriptor in received.values():
                 os.close(descriptor)

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 
 from memsaver_core import _native, communicators, disk, hibernation, library_caches, process
-from memsaver_core.backends import Backend
 from memsaver_core.contract.errors import OutOfDeviceMemoryError, UnknownTagError, UnsupportedError
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.policies import (
@@ -109,7 +108,8 @@ def release_with(request: MemoryRequest, *, log: PhaseLog | None = None) -> Oper
     with log.phase(Phase.PAUSE) as details:
         before = log.read()
         disk.drop()  # the release takes it
-        result = saver.release(names, _dead_ranges(saver, backend, names, overrides), overrides)
+        kept = any(keeps_any(overrides.get(tag["tag"], tag["restore"])) for tag in _tags_now(saver, names))
+        result = saver.release(names, backend.dead_ranges(saver) if kept else [], overrides)
         _note_work(details, result, "backed_up_bytes")
         details["first_64_mib_seconds"] = result["first_memory_seconds"]
         backend.note_release([tag["tag"] for tag in result["tags"]])
@@ -225,9 +225,8 @@ def available_host_bytes() -> int:
 def status() -> Status:
     """Return what the saver holds now. Never waits for an operation in flight, calls no driver."""
     saver = process.existing_saver()
-    nccl = communicators.tag_status()
-    nccl_tags = () if nccl is None else (nccl,)
-    nccl_released = any(tag.state == "released" for tag in nccl_tags)
+    nccl_tags = () if (nccl := communicators.tag_status()) is None else (nccl,)
+    nccl_released = nccl is not None and nccl.state == "released"
     if saver is None:
         return Status(
             enabled=process.enabled(),
@@ -272,15 +271,6 @@ def _with_room(take: Callable[[list[str]], _T], names: list[str]) -> _T:
         if not process.backend().make_room():
             raise
         return take(names)
-
-
-def _dead_ranges(
-    saver: _native.Saver, backend: Backend, names: list[str], overrides: Mapping[str, str]
-) -> list[tuple[int, int]]:
-    """Return what torch holds free, if content of any of these tags is to be kept."""
-    tags = _tags_now(saver, names)
-    kept = any(keeps_any(overrides.get(tag["tag"], tag["restore"])) for tag in tags)
-    return backend.dead_ranges(saver) if kept else []
 
 
 def _tags_now(saver: _native.Saver, names: list[str]) -> list[dict[str, Any]]:

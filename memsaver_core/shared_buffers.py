@@ -20,8 +20,9 @@ _imported: weakref.WeakSet[ImportedBuffer] = weakref.WeakSet()
 class SharedBuffer(_native.SharedBuffer):
     """A buffer of this process, for other processes to map.
 
-    ``address`` is its device address in this process, which never changes. Every method may raise DriverError,
-    ContextLostError or ForkedProcessError; the buffer is then as it was, and the call can be repeated:
+    ``address`` is its device address in this process, which never changes, ``nbytes`` the size that importers name.
+    Every method may raise DriverError, ContextLostError or ForkedProcessError; the buffer is then as it was, and the
+    call can be repeated:
 
     ``export_fd()`` returns a new descriptor of the memory, for :class:`ImportedBuffer` in another process; the caller
     closes it. Raises ConfigurationError while the buffer is released.
@@ -47,17 +48,13 @@ class SharedBuffer(_native.SharedBuffer):
         """
         super().__init__(process.saver(), device_index, nbytes)
 
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes that importers name."""
-        return self.bytes
-
 
 class ImportedBuffer(_native.ImportedBuffer):
     """A :class:`SharedBuffer` of another process, at an address of this process.
 
-    ``address`` is its device address in this process, which never changes. Every method may raise DriverError,
-    ContextLostError or ForkedProcessError; the call can be repeated:
+    ``address`` is its device address in this process, which never changes; nothing may use it unless ``mapped``.
+    ``nbytes`` is the size. Every method may raise DriverError, ContextLostError or ForkedProcessError; the call can be
+    repeated:
 
     ``drop()`` unmaps the memory and drops it; does nothing while dropped.
 
@@ -78,16 +75,6 @@ class ImportedBuffer(_native.ImportedBuffer):
         """
         super().__init__(process.saver(), fd, nbytes, device_index)
         _imported.add(self)
-
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes."""
-        return self.bytes
-
-    @property
-    def mapped(self) -> bool:  # type: ignore[override]
-        """Whether the memory is mapped now; if not, nothing may use the address."""
-        return super().mapped()
 
 
 def is_imported(address: int) -> bool:

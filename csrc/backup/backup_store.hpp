@@ -2,12 +2,14 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <functional>
 #include <map>
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backup/block.hpp"
@@ -18,6 +20,9 @@
 #include "driver/driver.hpp"
 #include "support/background.hpp"
 #include "support/digest.hpp"
+#include "support/error.hpp"
+#include "support/host_memory.hpp"
+#include "support/log.hpp"
 #include "support/mutex.hpp"
 #include "support/progress.hpp"
 
@@ -46,27 +51,67 @@ class BackupStore {
  public:
   // `drop_resident` drops the backups of all resident memory; it is called with operation_mutex held. Throws
   // configuration, or backup if the limits of host memory cannot be read.
-  BackupStore(Driver& driver, BackupSettings settings, Progress& progress, std::function<void()> drop_resident);
+  BackupStore(Driver& driver, BackupSettings settings, Progress& progress, std::function<void()> drop_resident)
+      : driver_(driver),
+        settings_(with_limit(std::move(settings))),
+        shared_(settings_.shared_backups.empty()
+                    ? nullptr
+                    : std::make_unique<SharedStore>(driver, settings_.shared_backups, settings_.host_backup_limit)),
+        key_(shared_ ? shared_->key() : random_digest_key()),
+        progress_(progress),
+        drop_resident_(std::move(drop_resident)),
+        files_(settings_.file_folder) {}
   // Waits for the thread in the background and gives everything back. In a forked child, which shares its parent's
   // device memory and has none of its threads, it gives nothing back.
-  ~BackupStore();
+  ~BackupStore() {
+    if (getpid() != process_) {
+      for (auto& [device, pipeline] : pipelines_) (void)pipeline.release();
+      for (auto& [node, pool] : pools_) (void)pool.release();
+      background_.abandon();
+      return;
+    }
+    background_.join();
+    pipelines_.clear();  // they use the pools and the files
+  }
 
   // Held by the one user of the backups: a release, a resume, a reader, or the thread in the background. Taken before
   // every other lock.
   Mutex operation_mutex ACQUIRED_BEFORE(mutex_);
 
-  // Adds a device, with the NUMA node next to it, and the nodes of all devices, which share the limit of host memory.
-  // The functions below need their device to be added.
-  void add_device(int device, int node, const std::set<int>& nodes) EXCLUDES(mutex_);
+  // Adds a device, with the NUMA node next to it, and how many nodes all devices have, which share the limit of host
+  // memory. The functions below need their device to be added.
+  void add_device(int device, int node, std::size_t nodes) EXCLUDES(mutex_) {
+    const Lock lock(mutex_);
+    auto& pool = pools_[node];
+    if (!pool) pool = std::make_unique<HostPool>(driver_, settings_.host_backup_limit / nodes, node);
+    pool_of_.emplace(device, pool.get());
+  }
 
-  [[nodiscard]] HostPool& pool_of(int device) EXCLUDES(mutex_);
+  [[nodiscard]] HostPool& pool_of(int device) EXCLUDES(mutex_) {
+    const Lock lock(mutex_);
+    return *pool_of_.at(device);
+  }
   // Makes the pipeline at the first call; one thread at a time for one device. Throws driver errors.
-  [[nodiscard]] Pipeline& pipeline_of(int device) REQUIRES(operation_mutex) EXCLUDES(mutex_);
+  [[nodiscard]] Pipeline& pipeline_of(int device) REQUIRES(operation_mutex) EXCLUDES(mutex_) {
+    {
+      const Lock lock(mutex_);
+      const auto found = pipelines_.find(device);
+      if (found != pipelines_.end()) return *found->second;
+    }
+    const PipelineParts parts{driver_, device, pool_of(device), files_, shared_.get(), key_, progress_};
+    auto pipeline = std::make_unique<Pipeline>(parts, settings_.pack);
+    const Lock lock(mutex_);
+    return *pipelines_.emplace(device, std::move(pipeline)).first->second;
+  }
   // Gives back to the devices what earlier operations could not. Throws context_lost.
-  void clean_up() REQUIRES(operation_mutex) EXCLUDES(mutex_);
-  // Returns the memory of a device that is held for packing: none between operations, unless the driver did not take it
-  // back.
-  [[nodiscard]] std::size_t device_bytes(int device) REQUIRES(operation_mutex) EXCLUDES(mutex_);
+  void clean_up() REQUIRES(operation_mutex) EXCLUDES(mutex_) {
+    std::vector<Pipeline*> pipelines;
+    {
+      const Lock lock(mutex_);
+      for (const auto& [device, pipeline] : pipelines_) pipelines.push_back(pipeline.get());
+    }
+    for (Pipeline* const pipeline : pipelines) pipeline->packing.close();
+  }
   // Returns null if blocks are not shared with other processes.
   [[nodiscard]] SharedStore* shared() const { return shared_.get(); }
   [[nodiscard]] FileStore& files() { return files_; }
@@ -74,38 +119,132 @@ class BackupStore {
   // Returns whether content may be packed.
   [[nodiscard]] bool packs() const { return settings_.pack; }
   // Never returns `automatic`.
-  [[nodiscard]] VerifyChoice verify() const;
+  [[nodiscard]] VerifyChoice verify() const {
+    if (settings_.verify != VerifyChoice::automatic) return settings_.verify;
+    // A GPU digests its memory about seventy times as fast as PCIe 5 x16 copies it, a CPU about as fast as it copies.
+    return driver_.in_host_memory() ? VerifyChoice::sampled : VerifyChoice::full;
+  }
 
   // Drops what is kept of a block. Calls neither driver nor file system; flush() does the rest.
-  void give_back(Block& block, int device) EXCLUDES(mutex_);
+  void give_back(Block& block, int device) EXCLUDES(mutex_) {
+    if (!block.host.empty() || block.shared) give_host_memory(block, pool_of(device), shared_.get());
+    files_.give(std::exchange(block.file, {}));
+    block.kept = Kept::nothing;
+    block.has_digest = false;
+    block.damaged = false;
+    block.packed_bytes = 0;
+  }
   // Gives to the file system, and to other processes of the shared store, what give_back() dropped. May wait for both:
   // call it with no lock held but operation_mutex.
-  void flush();
+  void flush() {
+    files_.punch_holes();
+    if (shared_) shared_->apply_pending();
+  }
   // Compiles in the background, once, what packing needs on each device in use, so that later operations pack and
   // unpack.
-  void prepare_packing_later() REQUIRES(operation_mutex);
+  void prepare_packing_later() REQUIRES(operation_mutex) {
+    if (!settings_.pack && !shared_) return;  // other processes of the store may pack
+    {
+      const Lock lock(mutex_);
+      for (const auto& [device, pipeline] : pipelines_) {
+        if (!driver_.has_packing(device) && packing_.insert(device).second) packing_wanted_.push_back(device);
+      }
+    }
+    if (!packing_wanted_.empty()) work_later();
+  }
   // Applies the retention policy in the background, after the operation that holds the lock.
-  void retain() REQUIRES(operation_mutex);
+  void retain() REQUIRES(operation_mutex) {
+    if (settings_.retention == Retention::keep) return;
+    drop_wanted_ = drop_wanted_ || settings_.retention == Retention::free;
+    trim_later();
+  }
   // Unpins unused host memory in the background.
-  void trim_later() REQUIRES(operation_mutex);
+  void trim_later() REQUIRES(operation_mutex) {
+    trim_wanted_ = true;
+    work_later();
+  }
   // Does so if it is much: host memory is pinned for the content, and packed content needs less. Only once all content
   // has its backup.
-  void trim_excess() REQUIRES(operation_mutex);
+  void trim_excess() REQUIRES(operation_mutex) {
+    const HostPoolStatus pool = pool_status();
+    const std::size_t unused = pool.capacity_bytes - pool.used_bytes;
+    if (settings_.pack && unused > std::max(kLargestWindow, pool.used_bytes / 8)) trim_later();
+  }
   // Returns whether this machine or its control group has less memory than `bytes` and transfers to files take
   // together. If so, unpins unused host memory before it returns.
-  [[nodiscard]] bool short_of_room(std::size_t bytes) REQUIRES(operation_mutex);
+  [[nodiscard]] bool short_of_room(std::size_t bytes) REQUIRES(operation_mutex) {
+    try {
+      if (bytes + kFileTransfers * kBlockBytes + kSpareMemory <= available_memory_bytes()) return false;
+    } catch (const Error&) {
+      return false;  // without descriptors nothing can be read
+    }
+    for (HostPool* const pool : pools()) pool->trim();
+    return true;
+  }
 
   // Lets no host memory be unpinned from now on: the process is ending, and the driver before it.
-  void end() noexcept EXCLUDES(mutex_);
+  void end() noexcept EXCLUDES(mutex_) {
+    const Lock lock(mutex_);
+    for (const auto& [node, pool] : pools_) pool->end();
+  }
 
-  [[nodiscard]] std::vector<HostPool*> pools() const EXCLUDES(mutex_);
+  [[nodiscard]] std::vector<HostPool*> pools() const EXCLUDES(mutex_) {
+    const Lock lock(mutex_);
+    std::vector<HostPool*> pools;
+    for (const auto& [node, pool] : pools_) pools.push_back(pool.get());
+    return pools;
+  }
   // Returns the sum over all pools.
-  [[nodiscard]] HostPoolStatus pool_status() const EXCLUDES(mutex_);
+  [[nodiscard]] HostPoolStatus pool_status() const EXCLUDES(mutex_) {
+    HostPoolStatus sum{};
+    for (const HostPool* const pool : pools()) {
+      const HostPoolStatus each = pool->status();
+      sum.used_bytes += each.used_bytes;
+      sum.capacity_bytes += each.capacity_bytes;
+      sum.target_bytes += each.target_bytes;
+    }
+    sum.limit_bytes = settings_.host_backup_limit;
+    return sum;
+  }
 
  private:
+  friend struct SaverAudit;  // of the tests
+  static BackupSettings with_limit(BackupSettings settings) {
+    if (settings.host_backup_limit == 0) settings.host_backup_limit = available_memory_bytes() / 5 * 4;
+    return settings;
+  }
   // Lets work() run in the background, once more if it is running.
-  void work_later() REQUIRES(operation_mutex);
-  void work() EXCLUDES(operation_mutex, mutex_);
+  // The work waits for the operation of this caller.
+  void work_later() REQUIRES(operation_mutex) {
+    if (background_.request()) return;
+    warn("no thread can be started to unpin backup memory or to prepare packing; the next operation tries again");
+  }
+  // What fails is logged.
+  void work() noexcept EXCLUDES(operation_mutex, mutex_) {
+    try {
+      do_wanted_work();
+    } catch (const std::exception& error) {
+      warn(
+          std::string("work in the background failed, so unused backup memory stays pinned until a later operation: ") +
+          error.what());
+    }
+  }
+  // Holds operation_mutex, except while kernels are compiled and memory is given back, which may take long.
+  void do_wanted_work() EXCLUDES(operation_mutex, mutex_) {
+    bool trim = false;
+    std::vector<int> devices;
+    {
+      const Lock operation(operation_mutex);
+      trim = std::exchange(trim_wanted_, false);
+      devices = std::exchange(packing_wanted_, {});
+      if (std::exchange(drop_wanted_, false)) drop_resident_();
+    }
+    for (const int device : devices) driver_.prepare_packing(device);
+    if (!trim) return;
+    flush();
+    for (HostPool* const pool : pools()) pool->trim();
+    if (shared_) shared_->trim();
+  }
 
   const pid_t process_ = getpid();
   Driver& driver_;
@@ -122,9 +261,8 @@ class BackupStore {
   std::vector<int> packing_wanted_ GUARDED_BY(operation_mutex);
 
   mutable Mutex mutex_;
-  std::map<int, int> node_of_ GUARDED_BY(mutex_);  // by device
-  std::size_t nodes_ GUARDED_BY(mutex_) = 0;
   std::map<int, std::unique_ptr<HostPool>> pools_ GUARDED_BY(mutex_);      // by NUMA node
+  std::map<int, HostPool*> pool_of_ GUARDED_BY(mutex_);                    // by device
   std::map<int, std::unique_ptr<Pipeline>> pipelines_ GUARDED_BY(mutex_);  // by device
   Background background_{[this] { work(); }};
 };

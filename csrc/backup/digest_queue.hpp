@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <cstddef>
 #include <deque>
+#include <utility>
 #include <vector>
 
 #include "backup/block.hpp"
 #include "driver/driver.hpp"
 #include "driver/handles.hpp"
+#include "support/log.hpp"
 #include "support/sizes.hpp"
 
 namespace memsaver {
@@ -33,7 +35,16 @@ class DigestQueue {
    public:
     // Adds a job, unless the batch would have more than `bytes` or kSlotItems items then; a first job always fits.
     // Returns whether it did.
-    [[nodiscard]] bool add(const DigestJob& job, std::size_t bytes);
+    [[nodiscard]] bool add(const DigestJob& job, std::size_t bytes) {
+      const std::size_t all_bytes = bytes_ + sum_of(*job.extents);
+      std::size_t items = items_;
+      for (const auto& extent : *job.extents) items += (extent.bytes + kItemBytes - 1) / kItemBytes;
+      if (!jobs_.empty() && (all_bytes > bytes || items > kSlotItems)) return false;
+      jobs_.push_back(job);
+      bytes_ = all_bytes;
+      items_ = items;
+      return true;
+    }
     [[nodiscard]] const std::vector<DigestJob>& jobs() const { return jobs_; }
 
    private:
@@ -47,8 +58,6 @@ class DigestQueue {
       : driver_(driver), device_(device), key_(key), stream_(stream), slots_(driver) {
     for (auto& slot : slots_->slot) idle_.push_back(&slot);
   }
-  DigestQueue(const DigestQueue&) = delete;
-  DigestQueue& operator=(const DigestQueue&) = delete;
   ~DigestQueue() { abandon(); }
 
   [[nodiscard]] bool full() const { return batches_.size() == kSlots; }
@@ -56,12 +65,49 @@ class DigestQueue {
 
   // Starts to digest a batch. Only while not full(); the extents must live until it is collected. Throws driver errors:
   // nothing is under way for it.
-  void submit(const std::vector<DigestJob>& jobs);
+  void submit(const std::vector<DigestJob>& jobs) {
+    Submitted batch{idle_.back(), {}, {}};
+    std::size_t count = 0;
+    for (const auto& job : jobs) {
+      for (const auto& extent : *job.extents) {
+        for (std::size_t at = 0; at < extent.bytes; at += kItemBytes) {
+          batch.slot->items[count++] = {job.base + extent.offset + at, std::min(kItemBytes, extent.bytes - at),
+                                        (extent.offset + at) / kDigestWord};
+        }
+      }
+      batch.ends.push_back(count);
+    }
+    driver_.digest(device_, key_, batch.slot->items, count, batch.slot->results, stream_);
+    batch.digested = std::make_shared<RecordedEvent>(driver_, device_, stream_);
+    idle_.pop_back();
+    batches_.push_back(std::move(batch));
+  }
   // Waits for the oldest batch, removes it, and returns the digests of its jobs. Only while not empty(). Throws driver
   // errors: the batch is removed.
-  [[nodiscard]] std::vector<Digest> collect();
+  [[nodiscard]] std::vector<Digest> collect() {
+    const Submitted batch = std::move(batches_.front());
+    batches_.pop_front();
+    idle_.push_back(batch.slot);
+    batch.digested->wait();
+    std::vector<Digest> digests;
+    std::size_t at = 0;
+    for (const std::size_t end : batch.ends) {
+      Digest sum;
+      for (; at < end; ++at) sum += batch.slot->results[at];
+      digests.push_back(sum);
+    }
+    return digests;
+  }
   // Waits for all batches and discards their results.
-  void abandon() noexcept;
+  void abandon() noexcept {
+    while (!batches_.empty()) {
+      try {
+        (void)collect();
+      } catch (const std::exception& error) {
+        warn(std::string("while waiting for a digest to discard: ") + error.what());
+      }
+    }
+  }
 
  private:
   struct Slot {

@@ -1,14 +1,19 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "backup/block.hpp"
 #include "driver/handles.hpp"
+#include "support/error.hpp"
+#include "support/log.hpp"
 #include "support/packing.hpp"
+#include "support/sizes.hpp"
 
 namespace memsaver {
 
@@ -32,32 +37,85 @@ class Packing {
   };
 
   Packing(Driver& driver, int device, bool wanted) : driver_(driver), device_(device), wanted_(wanted) {}
-  Packing(const Packing&) = delete;
-  Packing& operator=(const Packing&) = delete;
-  // Only while nothing is under way.
-  ~Packing();
 
   // Returns whether the driver is prepared to pack and unpack. The functions below need that.
-  [[nodiscard]] bool ready();
+  [[nodiscard]] bool ready() {
+    if (!driver_.has_packing(device_)) return false;
+    try {
+      if (!shared_) shared_ = std::make_unique<Registered<Shared>>(driver_);
+      return true;
+    } catch (const Error& error) {
+      unless_lost(error, "content is neither packed nor unpacked on the device this time");
+      return false;
+    }
+  }
   // Returns whether content is to be packed, and can be.
   [[nodiscard]] bool packs() { return wanted_ && ready(); }
   // Samples content, waits for the samples, and returns how to pack each item. Throws driver errors.
-  [[nodiscard]] std::vector<PackEstimate> plan(const std::vector<PackItem>& items, Stream stream);
+  [[nodiscard]] std::vector<PackEstimate> plan(const std::vector<PackItem>& items, Stream stream) {
+    std::vector<PackEstimate> plans;
+    Shared& shared = **shared_;
+    for (std::size_t first = 0; first < items.size(); first += kSamples) {
+      const std::size_t count = std::min(kSamples, items.size() - first);
+      std::copy_n(items.data() + first, count, shared.items);
+      driver_.sample(device_, shared.items, count, shared.samples, stream);
+      RecordedEvent(driver_, device_, stream).wait();
+      for (std::size_t i = 0; i < count; ++i) plans.push_back(plan_packing(shared.samples[i], shared.items[i].bytes));
+    }
+    return plans;
+  }
 
   // Takes as many buffers as fit into `room` bytes; if there are some, replaces them once there is room for the most.
   // Returns whether there are any; if the driver refuses, there are none until the next close(). Only if nothing but
   // work under way needs what the buffers hold.
-  [[nodiscard]] bool open(std::size_t room);
+  [[nodiscard]] bool open(std::size_t room) {
+    const std::size_t count = std::min(kBuffers, room / kBufferBytes);
+    const bool more = buffers_.empty() ? count > 0 : count == kBuffers && buffers_.size() < kBuffers;
+    if (!more || refused_) return !buffers_.empty();
+    for (auto& buffer : buffers_) wait(buffer);
+    buffers_.clear();
+    try {
+      const std::size_t granularity = driver_.device_info(device_).granularity;
+      const std::size_t bytes = round_up(count * kBufferBytes, granularity);
+      if (bytes > room || !close_memory()) return false;
+      if (!range_) range_.emplace(driver_, device_, round_up(kBytes, granularity));
+      range_->map(bytes, [&] { return driver_.create(device_, bytes); });
+    } catch (const Error& error) {
+      unless_lost(error, "content is not packed on the device this time");
+      static_cast<void>(close_memory());
+      refused_ = true;
+      return false;
+    }
+    borrow(range_->address(), count * kBufferBytes);
+    return true;
+  }
   // Makes buffers of memory that nothing else uses until close(), as many as it has room for and are needed.
-  void borrow(Address address, std::size_t bytes);
+  void borrow(Address address, std::size_t bytes) {
+    for (; bytes >= kBufferBytes && buffers_.size() < kBuffers; address += kBufferBytes, bytes -= kBufferBytes) {
+      buffers_.push_back({address, &(*shared_)->results[buffers_.size()], {}});
+    }
+    next_ = 0;
+  }
   [[nodiscard]] std::size_t buffers() const { return buffers_.size(); }
   // Waits for the buffer that was taken longest ago, and returns it. Throws driver errors, as do the next two.
-  [[nodiscard]] Buffer& take();
-  static void wait(Buffer& buffer);
+  [[nodiscard]] Buffer& take() {
+    Buffer& buffer = buffers_[next_];
+    next_ = (next_ + 1) % buffers_.size();
+    wait(buffer);
+    return buffer;
+  }
+  static void wait(Buffer& buffer) {
+    if (buffer.in_use) buffer.in_use->wait();
+    buffer.in_use.reset();
+  }
   // Marks the buffer as in use until what `stream` holds now is done.
   void use(Buffer& buffer, Stream stream) { buffer.in_use = std::make_shared<RecordedEvent>(driver_, device_, stream); }
   // Gives the device memory back. Only while no work on the buffers is under way.
-  void close();
+  void close() {
+    buffers_.clear();
+    refused_ = false;
+    static_cast<void>(close_memory());
+  }
   // Returns the bytes of the device's memory that are held.
   [[nodiscard]] std::size_t held_bytes() const { return range_ ? range_->memory_bytes() : 0; }
 
@@ -69,8 +127,21 @@ class Packing {
     ExponentSample samples[kSamples];
   };
 
+  // Warns of a failure that only costs speed. In a handler; a lost context goes on.
+  static void unless_lost(const Error& error, const char* consequence) {
+    if (error.kind == ErrorKind::context_lost) throw;
+    warn(std::string(consequence) + ": " + error.what());
+  }
   // Returns whether all memory is given back.
-  [[nodiscard]] bool close_memory();
+  [[nodiscard]] bool close_memory() {
+    try {
+      if (range_) range_->unmap();
+      return true;
+    } catch (const Error& error) {
+      unless_lost(error, "memory for packing is given back by the next operation");
+      return false;
+    }
+  }
 
   Driver& driver_;
   const int device_;

@@ -17,6 +17,8 @@
 #include "backup/shared_store.hpp"
 #include "driver/driver.hpp"
 #include "driver/handles.hpp"
+#include "support/error.hpp"
+#include "support/log.hpp"
 #include "support/progress.hpp"
 #include "support/sizes.hpp"
 
@@ -132,7 +134,11 @@ class Pipeline : public PipelineParts {
   Packing packing;
 
   // Prepares digests() at the first call. Returns false if the device cannot digest. Throws as DigestQueue().
-  [[nodiscard]] bool can_digest();
+  [[nodiscard]] bool can_digest() {
+    if (!driver.has_digest(device)) return false;
+    if (!digests_) digests_ = std::make_unique<DigestQueue>(driver, device, key, kernels);
+    return true;
+  }
   // Only after can_digest() returned true.
   [[nodiscard]] DigestQueue& digests() { return *digests_; }
 
@@ -140,17 +146,58 @@ class Pipeline : public PipelineParts {
   // Queues copies of extents of the allocation at `base`, which lie one after the other in `memory`. Throws driver
   // errors: some may be queued.
   void copy(Direction direction, Address base, const std::vector<Extent>& extents,
-            const std::vector<HostRange>& memory);
+            const std::vector<HostRange>& memory) {
+    for_each_piece(extents, memory, [&](std::size_t offset, std::uintptr_t address, std::size_t bytes) {
+      auto* const host_address = reinterpret_cast<void*>(address);
+      if (direction == Direction::to_host) {
+        driver.copy_to_host(device, host_address, base + offset, bytes, copies);
+      } else {
+        driver.copy_to_device(device, base + offset, host_address, bytes, copies);
+      }
+    });
+  }
   // Returns bounce memory for a file transfer; null if there is too little and others, unless this one is `alone`, will
   // give theirs back. Throws as HostPool::take().
-  [[nodiscard]] std::unique_ptr<HostPool::Bounce> bounce(std::size_t bytes, bool alone);
+  [[nodiscard]] std::unique_ptr<HostPool::Bounce> bounce(std::size_t bytes, bool alone) {
+    try {
+      const auto use = alone ? HostPool::Use::must_pass : HostPool::Use::passing;
+      return std::make_unique<HostPool::Bounce>(pool, bytes, use);
+    } catch (const Error& error) {
+      if (alone || error.kind != ErrorKind::out_of_host_memory) throw;
+      return nullptr;
+    }
+  }
   // Returns an event after what `copies` or `kernels` holds now. Throws driver errors.
   [[nodiscard]] Recorded record(Stream stream) { return std::make_shared<RecordedEvent>(driver, device, stream); }
   // Throws driver errors.
-  void wait_for_streams();
+  void wait_for_streams() {
+    record(copies)->wait();
+    record(kernels)->wait();
+  }
   // Waits until neither the device nor the threads of `transfers` work for this object, and gives the memory for
   // packing back to the device. What fails is logged.
-  void quiesce(const FileTransfers& transfers = {}) noexcept;
+  void quiesce(const FileTransfers& transfers = {}) noexcept {
+    for (const auto& transfer : transfers) {
+      if (transfer.done.valid()) transfer.done.wait();
+    }
+    if (digests_) digests_->abandon();
+    try {
+      wait_for_streams();
+    } catch (const std::exception& error) {
+      warn(std::string("while waiting for copies to end: ") + error.what());
+      // A device that cannot be synchronized, either, has lost its context and runs nothing.
+      try {
+        driver.synchronize(device);
+      } catch (const std::exception& failure) {
+        warn(std::string("while waiting for the device: ") + failure.what());
+      }
+    }
+    try {
+      packing.close();
+    } catch (const std::exception&) {
+      // The context is lost, and the device's memory with it.
+    }
+  }
 
  private:
   std::unique_ptr<DigestQueue> digests_;

@@ -1,16 +1,23 @@
 #pragma once
 
+#include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <functional>
+#include <future>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "backup/block.hpp"
@@ -20,7 +27,12 @@
 #include "driver/driver.hpp"
 #include "driver/handles.hpp"
 #include "support/background.hpp"
+#include "support/cleanup.hpp"
+#include "support/error.hpp"
+#include "support/host_memory.hpp"
+#include "support/log.hpp"
 #include "support/mutex.hpp"
+#include "support/system.hpp"
 
 namespace memsaver {
 
@@ -47,101 +59,484 @@ class SharedStore {
 
   // Joins the store of this name, or founds it; the founder's limit holds for all. Throws configuration if neither is
   // possible, which takes a few seconds if processes of the store do not answer.
-  SharedStore(Driver& driver, const std::string& name, std::size_t limit_bytes);
-  SharedStore(const SharedStore&) = delete;
-  SharedStore& operator=(const SharedStore&) = delete;
+  // Delegates, so that the destructor runs if this throws.
+  SharedStore(Driver& driver, const std::string& name, std::size_t limit_bytes) : SharedStore(driver, name) {
+    Forks::instance().add(this);  // before anything is open that a child would keep
+    std::promise<void> joined;
+    auto thread = sys::start_thread([this, limit_bytes, &joined] {
+      try {
+        join(limit_bytes);
+      } catch (...) {
+        return joined.set_exception(std::current_exception());
+      }
+      joined.set_value();
+      run_member();
+    });
+    if (!thread) throw no_store("no thread can be started for it");
+    member_thread_ = std::move(*thread);
+    joined.get_future().get();
+  }
   // Drops all that this process holds, and leaves. Does nothing in a forked child, which is no member.
-  ~SharedStore();
+  ~SharedStore() {
+    if (getpid() != process_) {
+      member_thread_.detach();
+      background_.abandon();
+      return;
+    }
+    Forks::instance().remove(this);
+    ending_ = true;
+    background_.join();
+    still_pinned_.clear();
+    slabs_.clear();
+    sockets_.stop();
+    if (member_thread_.joinable()) member_thread_.join();
+    if (layout_ != nullptr) munmap(layout_, sizeof(SharedLayout));
+    if (file_ >= 0) close(file_);
+  }
 
   // Returns the key of all digests in the store.
   [[nodiscard]] const DigestKey& key() const { return index_->key(); }
 
   // Looks for content, as SharedIndex::find_or_claim(). The entry in the answer is this process's until give().
-  [[nodiscard]] Answer find_or_claim(const Digest& digest, std::size_t content_bytes, bool alone = false);
+  [[nodiscard]] Answer find_or_claim(const Digest& digest, std::size_t content_bytes, bool alone = false) {
+    if (!lock_index()) return {Found::no_room, {}, {}, {}, {}};
+    Answer answer = index_->find_or_claim(digest, content_bytes, alone);
+    if (answer.found == Found::kept || answer.found == Found::claimed) {
+      const Lock lock(mutex_);
+      ++uses_[answer.entry];
+    }
+    index_->mutex.unlock();
+    return answer;
+  }
   // Returns the addresses of what was found kept. Throws out_of_host_memory.
   [[nodiscard]] std::vector<HostRange> memory_of(const Answer& kept) { return map(kept.pieces, to_pages(kept.bytes)); }
   // Takes pinned memory for what was claimed, rounded up to pages; `expected` bytes will be needed in all. The content
   // is undefined, but zero beyond `bytes`. Returns nothing if the index is not free. Throws out_of_host_memory or
   // driver errors: the claim has no memory that its caller knows.
   [[nodiscard]] std::vector<HostRange> take(std::uint32_t entry, std::size_t bytes, std::size_t expected,
-                                            int numa_node);
+                                            int numa_node) {
+    for (bool fragmented = false;; fragmented = true) {
+      if (!lock_index()) return {};
+      const bool taken = index_->take(entry, bytes);
+      const std::vector<SharedIndex::Piece> pieces = index_->pieces_of(entry);
+      const std::size_t free = index_->slab_bytes() - index_->used_bytes();
+      const std::size_t missing = fragmented || bytes <= free ? bytes : bytes - free;
+      // Other processes may be writing part of what this one expects.
+      const std::size_t share = expected / std::max<std::size_t>(1, index_->members());
+      const auto slab = taken ? std::nullopt : index_->begin_slab(missing, std::max(bytes, share));
+      index_->mutex.unlock();
+      if (taken) {
+        std::vector<HostRange> ranges = map(pieces, to_pages(bytes));
+        pin(ranges);
+        const HostRange& last = ranges.back();
+        const std::size_t rest = to_pages(bytes) - bytes;
+        std::memset(reinterpret_cast<char*>(last.address + last.bytes - rest), 0, rest);
+        return ranges;
+      }
+      if (!slab) {
+        throw short_of_memory("the host memory of the shared store is bounded", bytes,
+                              index_->limit_bytes() - std::min(index_->limit_bytes(), index_->used_bytes()), kWhose);
+      }
+      make_slab(*slab, numa_node);
+    }
+  }
   // Lets other processes find what was claimed: its content is written.
-  void publish(std::uint32_t entry, std::size_t packed_bytes = 0);
+  void publish(std::uint32_t entry, std::size_t packed_bytes = 0) {
+    add_pending([=]() REQUIRES(index_->mutex) { index_->publish(entry, packed_bytes); });
+    apply_pending();
+  }
   // Ends the use of an entry, kept or claimed. Makes no system call: apply_pending() does.
-  void give(std::uint32_t entry) { add_pending({PendingChange::drop, entry}); }
+  void give(std::uint32_t entry) {
+    add_pending([this, entry]() REQUIRES(index_->mutex) { drop_use(entry); });
+  }
   // Makes the changes of the index that are pending, in order.
-  void apply_pending();
+  void apply_pending() {
+    {
+      const Lock lock(mutex_);
+      if (pending_.empty()) return;
+    }
+    if (!lock_index()) return;
+    std::vector<std::function<void()>> changes;
+    {
+      const Lock lock(mutex_);
+      changes.swap(pending_);
+    }
+    for (const auto& change : changes) change();
+    index_->mutex.unlock();
+  }
   // Waits until another process published or gave up something since changes() was `seen`, for 10 ms, and then gives up
   // what dead processes were writing.
-  void wait_for_change(std::uint32_t seen);
+  void wait_for_change(std::uint32_t seen) {
+    index_->wait_for_change(seen, kPoll);
+    if (changes() != seen || !lock_index()) return;
+    index_->drop_dead_members();
+    index_->mutex.unlock();
+  }
   [[nodiscard]] std::uint32_t changes() const { return index_->changes(); }
 
   // Registers the memory of entries with the driver, for fast copies. Throws as Driver::register_host(): some of it may
   // be registered.
-  void pin(const std::vector<HostRange>& ranges) EXCLUDES(mutex_, pin_mutex_);
+  void pin(const std::vector<HostRange>& ranges) EXCLUDES(mutex_, pin_mutex_) {
+    pin_if([&](std::uint32_t, const HostMapping& slab) {
+      return std::any_of(ranges.begin(), ranges.end(),
+                         [&](const auto& range) { return range.address - slab.address() < slab.bytes(); });
+    });
+  }
   // Makes and pins memory in the background, so that `bytes` beyond what this process uses can be kept, as far as no
   // other process uses it for other content.
-  void prepare_beyond(std::size_t bytes);
+  void prepare_beyond(std::size_t bytes) {
+    target_ = bytes + status().held_bytes;
+    work_later();
+  }
   // Pins what this process uses in the background, and gives back what exceeds that by more than a little.
-  void tidy();
+  void tidy() {
+    target_ = 0;
+    tidy_wanted_ = true;
+    work_later();
+  }
   // Waits until nothing is being prepared. Throws what stopped it.
   void wait_until_prepared() { background_.wait(); }
   // Gives back the memory that no process uses, and what this one has mapped and does not need.
-  void trim();
+  void trim() {
+    apply_pending();
+    Slabs unneeded;
+    {
+      const Lock no_other(map_mutex_);
+      const Lock not_pinned(pin_mutex_);
+      if (!lock_index()) return;
+      std::vector<std::uint32_t> entries;
+      {
+        const Lock lock(mutex_);
+        for (const auto& [entry, uses] : uses_) entries.push_back(entry);
+      }
+      unneeded = take_out(index_->unmap_unneeded(entries));
+      index_->mutex.unlock();
+    }
+    unmap(std::move(unneeded));
+    free_unused([] {});
+  }
 
   // Returns the bytes of an entry of this process, as stored.
   [[nodiscard]] std::size_t stored_bytes(std::uint32_t entry) const { return index_->stored_bytes(entry); }
   // Never waits for another process.
-  [[nodiscard]] SharedStoreStatus status() const;
+  [[nodiscard]] SharedStoreStatus status() const {
+    SharedStoreStatus status;
+    status.name = name_;
+    status.processes = index_->members();
+    status.used_bytes = index_->used_bytes();
+    status.total_bytes = index_->slab_bytes();
+    status.limit_bytes = index_->limit_bytes();
+    const Lock lock(mutex_);
+    for (const auto& [index, slab] : slabs_) status.pinned_bytes += slab.pinned() ? slab.bytes() : 0;
+    for (const auto& [entry, uses] : uses_) {
+      const std::size_t bytes = index_->stored_bytes(entry);
+      status.held_bytes += bytes;
+      status.share_bytes += bytes / index_->holders(entry);
+    }
+    return status;
+  }
 
  private:
-  friend struct SharedStoreForks;
-  // A change of the index that is made as soon as the index is free.
-  struct PendingChange {
-    enum What { drop, publish, end_slab, end_freeing } what;
-    std::uint32_t which;
-    std::size_t packed_bytes = 0;
+  static constexpr std::chrono::milliseconds kLockTimeout{
+      5000};  // for the processes that look for the store before this one
+  static constexpr std::chrono::milliseconds kAnswerTimeout{5000};  // for one of those that have it
+  static constexpr std::chrono::milliseconds kIndexTimeout{1000};
+  static constexpr std::chrono::milliseconds kUpkeep{1000};  // how soon the memory of a dead process is given back
+  static constexpr std::chrono::milliseconds kPoll{10};
+  static constexpr std::chrono::milliseconds kSlabTimeout{5000};  // for a slab that another process makes
+  static constexpr std::size_t kTouchers = 8;                     // 8 GiB in 1.6 s, of pages of 4 KiB
+  // In errors, after the name of the limit.
+  static constexpr char kWhose[] = " of all processes of the store, which its first one sets";
+
+  // The stores of this process. A forked child is no member of them, and must not keep their memory.
+  struct Forks {
+    Mutex mutex;
+    std::set<SharedStore*> stores GUARDED_BY(mutex);
+
+    static Forks& instance() {
+      static auto* const forks = new Forks;
+      static const int registered =
+          pthread_atfork([]() NO_THREAD_SAFETY_ANALYSIS { forks->mutex.lock(); },
+                         []() NO_THREAD_SAFETY_ANALYSIS { forks->mutex.unlock(); }, &in_child);
+      static_cast<void>(registered);
+      return *forks;
+    }
+    static void in_child() NO_THREAD_SAFETY_ANALYSIS {
+      auto& forks = instance();
+      for (SharedStore* const store : forks.stores) store->abandon();
+      forks.stores.clear();  // for children of the child
+      forks.mutex.unlock();
+    }
+    void add(SharedStore* store) {
+      const Lock lock(mutex);
+      stores.insert(store);
+    }
+    void remove(SharedStore* store) {
+      const Lock lock(mutex);
+      stores.erase(store);
+    }
   };
+
+  [[nodiscard]] Error no_store(const std::string& why) const {
+    return Error(ErrorKind::configuration, "the shared backup store '" + name_ + "' cannot be used: " + why)
+        .with_advice("set MEMSAVER_SHARED_BACKUPS to another name, or unset it");
+  }
+  // Allocates the pages of new memory, with several threads, on a NUMA node (-1: any). Throws out_of_host_memory: some
+  // of them are allocated.
+  static void touch(const HostRange& all, int numa_node) {
+    prefer_node(reinterpret_cast<void*>(all.address), all.bytes, numa_node);
+    const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
+    const std::size_t count = std::min({kTouchers, cores, all.bytes / kGrain});
+    const std::size_t part = to_pages(all.bytes / count + 1);
+    sys::run_in_threads(count, [&](std::size_t i) {
+      const std::size_t begin = std::min(all.bytes, i * part);
+      const std::size_t end = std::min(all.bytes, begin + part);
+      const int code = sys::make_pages(reinterpret_cast<void*>(all.address + begin), end - begin);
+      if (code == 0) return;
+      throw Error::from_errno(ErrorKind::out_of_host_memory, "madvise", code)
+          .with_bytes(all.bytes)
+          .with_advice("free host memory, or raise the limit on what the machine commits (vm.overcommit_ratio)");
+    });
+  }
   using Slabs = std::deque<HostMapping>;
 
   SharedStore(Driver& driver, const std::string& name) : driver_(driver), name_(name), sockets_(name) {}
   // Throws configuration: the destructor undoes what was done.
-  void join(std::size_t limit_bytes);
-  void open_file(std::size_t limit_bytes);
+  void join(std::size_t limit_bytes) {
+    if (!sockets_.lock(kLockTimeout)) throw no_store("its name is in use, by another user or a stopped process");
+    const Cleanup at_end([this] { sockets_.unlock(); });
+    open_file(limit_bytes);
+    index_ = std::make_unique<SharedIndex>(*layout_);
+    if (!lock_index()) throw no_store("a process that uses it does not go on");
+    const bool joined = index_->join();
+    index_->mutex.unlock();
+    if (!joined) throw no_store("it has " + std::to_string(kMembers) + " processes already");
+    if (sockets_.listen()) return;
+    if (lock_index()) {
+      index_->leave();
+      index_->mutex.unlock();
+    }
+    throw no_store(std::string("it cannot be offered to others: ") + std::strerror(errno));
+  }
+  // Any process of the store has the file; if there is none, this one makes it. No other process looks for it
+  // meanwhile, so that two do not make one each: a second store of one name would double what its limit allows.
+  void open_file(std::size_t limit_bytes) {
+    const std::optional<int> found = sockets_.request(kAnswerTimeout);
+    if (!found) {
+      throw no_store(
+          "processes of this user have it, and none of them answers; continue or end those that are "
+          "stopped, and start this one again");
+    }
+    file_ = *found;
+    const bool founding = file_ < 0;
+    if (founding) file_ = make_store_file(SharedLayout::file_bytes());
+    if (file_ < 0) throw no_store(std::string("memfd: ") + std::strerror(errno));
+    if (!is_store_file(file_, SharedLayout::file_bytes())) throw no_store("a process uses another format for it");
+    void* const memory = mmap(nullptr, sizeof(SharedLayout), PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
+    if (memory == MAP_FAILED) throw no_store(std::string("mmap: ") + std::strerror(errno));
+    madvise(memory, sizeof(SharedLayout), MADV_DONTFORK);
+    layout_ = static_cast<SharedLayout*>(memory);
+    if (founding) SharedIndex::found(*layout_, random_digest_key(), limit_bytes);
+    if (!SharedIndex::is_valid(*layout_)) throw no_store("a process of another version of memsaver uses it");
+  }
   // The rest of the life of the thread that joined.
-  void run_member();
+  void run_member() {
+    while (!ending_) {
+      sockets_.serve(file_, kUpkeep);
+      if (ending_) break;
+      apply_pending();
+      free_unused([this] { sockets_.serve(file_, std::chrono::milliseconds(0)); });
+    }
+    // If a stopped process has the index, the others do this, as after a death.
+    if (!lock_index()) return;
+    index_->drop_all();
+    index_->mutex.unlock();
+    free_unused([] {});
+    if (!lock_index()) return;
+    index_->leave();
+    index_->mutex.unlock();
+  }
   // Returns false if the index was not free for a second; then does not wait again until it was free.
-  [[nodiscard]] bool lock_index() TRY_ACQUIRE(true, index_->mutex);
-  void add_pending(PendingChange change) EXCLUDES(mutex_);
-  // A drop reaches the index only if it leaves no use of the entry in this process.
-  void apply(const PendingChange& change) REQUIRES(index_->mutex) EXCLUDES(mutex_);
+  [[nodiscard]] bool lock_index() TRY_ACQUIRE(true, index_->mutex) {
+    const bool locked = index_->mutex.lock_within(index_busy_ ? std::chrono::milliseconds(0) : kIndexTimeout);
+    index_busy_ = !locked;
+    return locked;
+  }
+  // Adds a change of the index, which is made as soon as the index is free.
+  void add_pending(std::function<void()> change) EXCLUDES(mutex_) {
+    const Lock lock(mutex_);
+    pending_.push_back(std::move(change));
+  }
+  // Reaches the index only if it leaves no use of the entry in this process.
+  void drop_use(std::uint32_t entry) REQUIRES(index_->mutex) EXCLUDES(mutex_) {
+    {
+      const Lock lock(mutex_);
+      const auto use = uses_.find(entry);
+      if (use == uses_.end() || --use->second > 0) return;
+      uses_.erase(use);
+    }
+    index_->drop(entry);
+  }
 
   // Maps the slab unless it is. Throws out_of_host_memory.
-  HostRange map(std::uint32_t slab) EXCLUDES(mutex_);
+  HostRange map(std::uint32_t slab) EXCLUDES(mutex_) {
+    const Lock lock(mutex_);
+    auto found = slabs_.find(slab);
+    if (found == slabs_.end()) {
+      const std::size_t bytes = index_->bytes_of(slab);
+      void* const memory = sys::map_file(file_, SharedLayout::slabs_at() + slab * kSlabBytes, bytes);
+      madvise(memory, bytes, MADV_DONTFORK);
+      madvise(memory, bytes, MADV_HUGEPAGE);  // if the machine has them for shared memory (shmem_enabled)
+      found = slabs_.emplace(slab, HostMapping(memory, bytes)).first;
+    }
+    return {found->second.address(), found->second.bytes()};
+  }
   // Maps the slabs of pieces, and returns the addresses of the pieces, `bytes` in all. Throws out_of_host_memory.
-  [[nodiscard]] std::vector<HostRange> map(const std::vector<SharedIndex::Piece>& pieces, std::size_t bytes);
+  [[nodiscard]] std::vector<HostRange> map(const std::vector<SharedIndex::Piece>& pieces, std::size_t bytes) {
+    std::vector<HostRange> ranges;
+    for (const auto& piece : pieces) {
+      const std::size_t length = std::min(bytes, piece.grains * kGrain);
+      ranges.push_back({map(piece.slab).address + piece.first * kGrain, length});
+      bytes -= length;
+    }
+    return ranges;
+  }
   // Maps one more slab that other processes made. Returns false if there is none. Throws out_of_host_memory.
-  [[nodiscard]] bool map_another() EXCLUDES(map_mutex_);
+  [[nodiscard]] bool map_another() EXCLUDES(map_mutex_) {
+    const Lock lock(map_mutex_);
+    if (!lock_index()) return false;
+    const std::vector<std::uint32_t> others = index_->unmapped_slabs();
+    if (!others.empty()) index_->set_mapped(others.front());
+    index_->mutex.unlock();
+    if (others.empty()) return false;
+    map(others.front());
+    return true;
+  }
   // Registers those mapped slabs that are wanted and not registered. Throws as pin().
-  void pin_if(const std::function<bool(std::uint32_t, const HostMapping&)>& wanted) EXCLUDES(mutex_, pin_mutex_);
+  void pin_if(const std::function<bool(std::uint32_t, const HostMapping&)>& wanted) EXCLUDES(mutex_, pin_mutex_) {
+    for (;;) {
+      const Lock one_at_a_time(pin_mutex_);
+      HostMapping* slab = nullptr;
+      {
+        const Lock lock(mutex_);
+        const auto found = std::find_if(slabs_.begin(), slabs_.end(), [&](const auto& each) {
+          return !each.second.pinned() && wanted(each.first, each.second);
+        });
+        if (found == slabs_.end()) return;
+        slab = &found->second;
+      }
+      slab->pin(driver_);
+    }
+  }
   // Takes those of the slabs that are mapped out of slabs_, so that map() maps them anew, and returns them.
-  [[nodiscard]] Slabs take_out(const std::vector<std::uint32_t>& slabs) REQUIRES(pin_mutex_) EXCLUDES(mutex_);
+  [[nodiscard]] Slabs take_out(const std::vector<std::uint32_t>& slabs) REQUIRES(pin_mutex_) EXCLUDES(mutex_) {
+    Slabs taken;
+    const Lock lock(mutex_);
+    for (const std::uint32_t slab : slabs) {
+      if (auto node = slabs_.extract(slab)) taken.push_back(std::move(node.mapped()));
+    }
+    return taken;
+  }
   // Unregisters and unmaps. The next call tries again what the driver does not unregister.
-  void unmap(Slabs slabs) EXCLUDES(mutex_);
+  void unmap(Slabs slabs) EXCLUDES(mutex_) {
+    Slabs again;
+    {
+      const Lock lock(mutex_);
+      again.swap(still_pinned_);
+    }
+    for (Slabs* const list : {&again, &slabs}) {
+      for (; !list->empty(); list->pop_front()) {
+        try {
+          list->front().unpin();
+        } catch (const Error& error) {
+          warn(std::string("memory of the shared store stays pinned: ") + error.what());
+          const Lock lock(mutex_);
+          still_pinned_.push_back(std::move(list->front()));
+        }
+      }
+    }
+  }
 
   // Completes a slab that begin_slab() gave this process. Throws out_of_host_memory or driver errors: the slab is
   // complete, too, or given up. No process uses one without pages, because a write to it may find no memory.
-  void make_slab(std::uint32_t slab, int numa_node);
-  void free_pages(std::uint32_t slab);
+  void make_slab(std::uint32_t slab, int numa_node) {
+    const std::size_t bytes = index_->bytes_of(slab);
+    bool touched = false;
+    const Cleanup at_end([&] {
+      if (!touched) {
+        {
+          const Lock not_pinned(pin_mutex_);
+          unmap(take_out({slab}));
+        }
+        free_pages(slab);
+      }
+      add_pending([this, slab, touched]()
+                      REQUIRES(index_->mutex) { touched ? index_->end_slab(slab) : index_->end_freeing(slab); });
+      apply_pending();
+    });
+    check_available(bytes, kWhose);
+    touch(map(slab), numa_node);
+    touched = true;
+    pin_if([slab](std::uint32_t index, const HostMapping&) { return index == slab; });
+  }
+  void free_pages(std::uint32_t slab) {
+    sys::punch_hole(file_, SharedLayout::slabs_at() + slab * kSlabBytes, kSlabBytes);
+  }
   // Calls `between` before each slab: to free one takes 20 ms.
-  void free_unused(const std::function<void()>& between);
+  void free_unused(const std::function<void()>& between) {
+    if (!lock_index()) return;
+    index_->drop_dead_members();
+    const std::vector<std::uint32_t> slabs = index_->begin_freeing();
+    index_->mutex.unlock();
+    for (const std::uint32_t slab : slabs) {
+      between();
+      free_pages(slab);
+    }
+    if (slabs.empty() || !lock_index()) return;
+    for (const std::uint32_t slab : slabs) index_->end_freeing(slab);
+    index_->mutex.unlock();
+  }
   // Lets work() run in the background, once more if it is running.
-  void work_later();
-  void work();
+  void work_later() {
+    if (background_.request()) return;
+    warn("no thread can be started to pin memory of the shared store; the next operation does it");
+  }
+  void work() {
+    if (ending_) return;
+    prepare_now();
+    // Content that changes on several processes, one after the other, uses some memory twice.
+    const std::size_t used = index_->used_bytes();
+    if (tidy_wanted_.exchange(false) && index_->slab_bytes() > used + used / 32) trim();
+  }
   // Processes that prepare at the same time make slabs side by side, together no more than the one that needs most.
-  void prepare_now();
+  void prepare_now() {
+    auto until = std::chrono::steady_clock::now() + kSlabTimeout;
+    while (!ending_) {
+      pin_if([](std::uint32_t, const HostMapping&) { return true; });
+      if (status().pinned_bytes >= target_) return;
+      const std::uint32_t seen = index_->changes();
+      if (!map_another()) {
+        if (!lock_index()) return;
+        const std::size_t missing = target_ - std::min<std::size_t>(target_, index_->slab_bytes());
+        const auto slab = missing > 0 ? index_->begin_slab(kGrain, missing) : std::nullopt;
+        index_->mutex.unlock();
+        if (slab) {
+          make_slab(*slab, -1);
+        } else if (missing > 0 || std::chrono::steady_clock::now() > until) {
+          return;  // at the limit; or another process does not complete its slab
+        } else {
+          wait_for_change(seen);
+          continue;
+        }
+      }
+      until = std::chrono::steady_clock::now() + kSlabTimeout;
+    }
+  }
   // In a forked child: closes what it inherited.
-  void abandon();
+  void abandon() {
+    sockets_.close_all();
+    if (file_ >= 0) close(std::exchange(file_, -1));
+  }
 
   const pid_t process_ = getpid();
   Driver& driver_;
@@ -155,8 +550,8 @@ class SharedStore {
   std::thread member_thread_;  // holds the liveness mutex of this process, and serves the store's file to others
 
   mutable Mutex mutex_;  // taken after that of the index, and never held across a wait
-  std::map<std::uint32_t, std::size_t> uses_ GUARDED_BY(mutex_);  // of entries, by blocks of this process
-  std::vector<PendingChange> pending_ GUARDED_BY(mutex_);         // in order
+  std::map<std::uint32_t, std::size_t> uses_ GUARDED_BY(mutex_);   // of entries, by blocks of this process
+  std::vector<std::function<void()>> pending_ GUARDED_BY(mutex_);  // in order
   std::map<std::uint32_t, HostMapping> slabs_ GUARDED_BY(mutex_);
   Slabs still_pinned_ GUARDED_BY(mutex_);  // that unmap() failed to unregister
 
@@ -168,6 +563,13 @@ class SharedStore {
 };
 
 // Ends a block's use of host memory, of the pool or of the store. Makes no system call.
-void give_host_memory(Block& block, HostPool& pool, SharedStore* store);
+inline void give_host_memory(Block& block, HostPool& pool, SharedStore* store) {
+  const std::vector<HostRange> ranges = std::exchange(block.host, {});
+  if (block.shared) {
+    store->give(*std::exchange(block.shared, std::nullopt));
+  } else if (!ranges.empty()) {
+    pool.give(ranges);
+  }
+}
 
 }  // namespace memsaver

@@ -1,5 +1,3 @@
-#include "driver/cuda.hpp"
-
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include <utility>
 
 #include "driver/cuda_api.hpp"
+#include "driver/driver.hpp"
 #include "driver/nvrtc.hpp"
 #include "driver/packing_kernels.hpp"
 #include "support/error.hpp"
@@ -482,8 +481,6 @@ class CudaDriver final : public Driver {
   void end() noexcept override { end_compiling(); }
 
   std::string loss() const override { return calls_.loss(); }
-  // Device memory is read about seventy times as fast as PCIe 5 x16 copies it.
-  bool digest_is_cheap() const noexcept override { return true; }
 
   Event record(int index, Stream stream) override {
     CudaDevice& device = at(index);

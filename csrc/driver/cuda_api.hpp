@@ -1,10 +1,15 @@
 #pragma once
 
+#include <dlfcn.h>
+
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <string>
 
 #include "driver/driver.hpp"
+#include "support/error.hpp"
 
 // The part of CUDA's driver API that is used, declared here so that the build needs no CUDA toolkit. Types and values
 // are those of cuda.h in CUDA 12 and 13, whose ABI is stable; tests/native compares them if cuda.h is installed.
@@ -143,7 +148,55 @@ struct Api {
 #undef MEMSAVER_DECLARE
 };
 
+// Throws Error if libcuda cannot be used.
+inline void load(Api& api) {
+  const auto missing = [](const std::string& why) { return Error(ErrorKind::configuration, why); };
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+  if (library == nullptr) throw missing("libcuda.so.1 cannot be opened: no NVIDIA driver is installed here");
+  using GetProcAddress2 = Result (*)(const char*, void**, int, std::uint64_t, int*);
+  using GetProcAddress1 = Result (*)(const char*, void**, int, std::uint64_t);
+  const auto get2 = reinterpret_cast<GetProcAddress2>(dlsym(library, "cuGetProcAddress_v2"));
+  const auto get1 = reinterpret_cast<GetProcAddress1>(dlsym(library, "cuGetProcAddress"));
+  const auto find = [&](const char* symbol, int version) -> void* {
+    void* function = nullptr;
+    int status = 0;
+    const Result result = get2 != nullptr   ? get2(symbol, &function, version, 0, &status)
+                          : get1 != nullptr ? get1(symbol, &function, version, 0)
+                                            : 1;
+    return result == kSuccess ? function : nullptr;
+  };
+#define MEMSAVER_LOAD(name, symbol, version, arguments)                                     \
+  api.name.function = reinterpret_cast<decltype(api.name.function)>(find(symbol, version)); \
+  if (api.name.function == nullptr)                                                         \
+    throw missing("the NVIDIA driver has no " symbol ": it is too old, CUDA 11.4 or later is needed");
+  MEMSAVER_CUDA_FUNCTIONS(MEMSAVER_LOAD)
+#undef MEMSAVER_LOAD
+  const Result result = api.init(0);
+  if (result != kSuccess) {
+    const char* name = nullptr;
+    api.get_error_name(result, &name);
+    throw missing(std::string("cuInit failed: ") + (name != nullptr ? name : "unknown error"));
+  }
+  int count = 0;
+  if (api.device_get_count(&count) != kSuccess || count == 0) throw missing("the NVIDIA driver finds no device");
+}
+
 // Returns the API; null, with the reason in `why`, if libcuda, a device or a required function is missing.
-[[nodiscard]] const Api* api(std::string* why) noexcept;
+[[nodiscard]] inline const Api* api(std::string* why) noexcept {
+  static std::once_flag once;
+  static Api* loaded = nullptr;
+  static auto* reason = new std::string;
+  std::call_once(once, [] {
+    try {
+      auto candidate = std::make_unique<Api>();
+      load(*candidate);
+      loaded = candidate.release();
+    } catch (const std::exception& error) {
+      *reason = error.what();
+    }
+  });
+  if (loaded == nullptr && why != nullptr) *why = *reason;
+  return loaded;
+}
 
 }  // namespace memsaver::cuda

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -98,8 +99,6 @@ class Driver {
   virtual void prepare_digest(int) noexcept {}
   // Returns whether digest() works. The first call may compile a kernel.
   [[nodiscard]] virtual bool has_digest(int device) noexcept = 0;
-  // Returns whether a digest costs far less than a copy of the same bytes.
-  [[nodiscard]] virtual bool digest_is_cheap() const noexcept = 0;
 
   // The functions of support/packing.hpp, asynchronous. Items and results must lie in registered host memory and
   // outlive the operation. Only if has_packing(device).
@@ -141,5 +140,25 @@ class Driver {
   // of a HostAccount, which remains the driver's, and the process's slot in it.
   [[nodiscard]] virtual std::vector<std::pair<int, int>> accounts() { return {}; }
 };
+
+// Returns a driver of NVIDIA GPUs, by libcuda's virtual memory management in the primary context of each device, as
+// torch uses it. A context is created at the first call that needs it. Throws configuration if CUDA is not available.
+[[nodiscard]] std::unique_ptr<Driver> open_cuda_driver();
+
+// Returns whether libcuda finds a device; if not, `why` says what is missing.
+[[nodiscard]] bool cuda_available(std::string* why) noexcept;
+
+// Returns whether the NVIDIA driver can checkpoint processes.
+[[nodiscard]] bool cuda_can_checkpoint() noexcept;
+
+// Returns whether kernels of `device` can access memory of another device at `address`, because peer access is on;
+// false if `device` has no context or the address is unknown.
+[[nodiscard]] bool cuda_reaches(int device, Address address) noexcept;
+
+// Returns a driver of devices made of host memory: the same semantics on real pages, without a GPU. Each name is one
+// device; an empty list is one private device. `capacity_bytes` of 0 is half of the memory of this machine or of its
+// control group. Throws configuration.
+[[nodiscard]] std::unique_ptr<Driver> open_host_driver(const std::vector<std::string>& names,
+                                                       std::size_t capacity_bytes);
 
 }  // namespace memsaver

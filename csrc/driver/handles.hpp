@@ -27,7 +27,6 @@ class RecordedEvent {
   RecordedEvent(Driver& driver, int device, Stream stream)
       : driver_(driver), device_(device), event_(driver.record(device, stream)) {}
   RecordedEvent(const RecordedEvent&) = delete;
-  RecordedEvent& operator=(const RecordedEvent&) = delete;
   ~RecordedEvent() { driver_.recycle(device_, event_); }
 
   // These throw driver errors.
@@ -49,7 +48,6 @@ class OwnStream {
   // Throws driver errors.
   OwnStream(Driver& driver, int device) : driver_(driver), device_(device), stream_(driver.create_stream(device)) {}
   OwnStream(const OwnStream&) = delete;
-  OwnStream& operator=(const OwnStream&) = delete;
   ~OwnStream() {
     try {
       driver_.destroy_stream(device_, stream_);
@@ -74,7 +72,6 @@ class HostMapping {
         memory_(std::exchange(other.memory_, nullptr)),
         bytes_(other.bytes_),
         driver_(other.driver_.exchange(nullptr)) {}
-  HostMapping& operator=(HostMapping&&) = delete;
   // Does nothing in a forked child, which has neither.
   ~HostMapping() {
     if (memory_ == nullptr || getpid() != process_) return;
@@ -131,7 +128,6 @@ class DeviceRange {
   DeviceRange(Driver& driver, int device, std::size_t bytes)
       : driver_(driver), device_(device), reserved_(bytes), address_(driver.reserve(device, bytes)) {}
   DeviceRange(const DeviceRange&) = delete;
-  DeviceRange& operator=(const DeviceRange&) = delete;
   ~DeviceRange() {
     try {
       close();

@@ -1,5 +1,3 @@
-#include "driver/host.hpp"
-
 #include <fcntl.h>
 #include <linux/falloc.h>
 #include <sys/mman.h>
@@ -10,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "driver/driver.hpp"
 #include "driver/host_account.hpp"
 #include "support/error.hpp"
 #include "support/host_memory.hpp"
@@ -214,8 +213,6 @@ class HostDriver final : public Driver {
     for (std::size_t i = 0; i < count; ++i) results[i] = digest_on_host(key, items[i]);
   }
   bool has_digest(int) noexcept override { return true; }
-  // A CPU digests memory about as fast as it copies it.
-  bool digest_is_cheap() const noexcept override { return false; }
 
   void sample(int, const PackItem* items, std::size_t count, ExponentSample* samples, Stream) override {
     for (std::size_t i = 0; i < count; ++i) sample_on_host(pointer(items[i].address), items[i].bytes, samples[i]);

@@ -177,7 +177,9 @@ void HostAccount::map() {
 void HostAccount::join(std::size_t capacity_bytes) {
   const Guard guard(*this);
   // With its pages: to write to one for which there is no space would end the process by SIGBUS.
-  errno = posix_fallocate(file_, 0, sizeof(Ledger));
+  do {
+    errno = posix_fallocate(file_, 0, sizeof(Ledger));
+  } while (errno == EINTR);
   if (errno != 0) throw failure(path_, "cannot be sized");
   map();
   int free_slot = -1;

@@ -81,11 +81,8 @@ class CudaProcess final : public Process {
     for (const auto& [uuid, bytes] : held) {
       const auto now = memory_of(uuid, {pid_});
       if (now && now->free_bytes < bytes + kSpareBytes) {
-        StepError error("cuCheckpointProcessRestore", "CUDA_ERROR_OUT_OF_MEMORY");
-        error.device = uuid;
-        error.needed_bytes = bytes + kSpareBytes;
-        error.free_bytes = now->free_bytes;
-        throw error;
+        throw StepError("cuCheckpointProcessRestore", "CUDA_ERROR_OUT_OF_MEMORY", uuid, bytes + kSpareBytes,
+                        now->free_bytes);
       }
     }
     OtherArguments arguments;

@@ -45,11 +45,7 @@ class HostProcess final : public Process {
       try {
         (*accounts_[i].*step)();
       } catch (const Error& error) {
-        StepError failed(error.call, error.code);
-        failed.device = std::to_string(i);
-        failed.needed_bytes = error.needed_bytes;
-        failed.free_bytes = error.free_bytes;
-        throw failed;
+        throw StepError(error.call, error.code, std::to_string(i), error.needed_bytes, error.free_bytes);
       }
       undo_all.add([&account = *accounts_[i], undo] { (account.*undo)(); });
     }

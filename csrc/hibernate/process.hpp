@@ -5,6 +5,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace memsaver::hibernate {
@@ -15,14 +16,17 @@ using ByDevice = std::map<std::string, std::size_t>;
 // A failed step: the driver's names of the call and the error; if memory is short, the device and how much is needed
 // and free. No name contains a blank.
 struct StepError : std::runtime_error {
-  StepError(const std::string& failed_call, const std::string& error_code)
-      : std::runtime_error(failed_call + " failed: " + error_code), call(failed_call), code(error_code) {}
+  StepError(const std::string& failed_call, const std::string& error_code, std::string on_device = "",
+            std::size_t needed = 0, std::size_t free = 0)
+      : std::runtime_error(failed_call + " failed: " + error_code),
+        call(failed_call),
+        code(error_code),
+        device(std::move(on_device)),
+        needed_bytes(needed),
+        free_bytes(free) {}
 
-  std::string call;
-  std::string code;
-  std::string device;
-  std::size_t needed_bytes = 0;
-  std::size_t free_bytes = 0;
+  const std::string call, code, device;
+  const std::size_t needed_bytes, free_bytes;
 };
 
 // Another process, whose device state the driver can checkpoint: running -> locked -> checkpointed and back. Owns

@@ -3,7 +3,6 @@
 #include <sys/types.h>
 
 #include <atomic>
-#include <utility>
 #include <vector>
 
 #include "support/error.hpp"
@@ -25,7 +24,6 @@ std::vector<Region>& regions() REQUIRES(regions_mutex) {
   static auto* list = new std::vector<Region>;
   return *list;
 }
-thread_local std::string allocation_failure;
 
 // Returns null on failure: torch frees its caches, retries, and raises OutOfMemoryError. Must not throw: torch holds
 // its allocator's lock around the call.
@@ -40,10 +38,8 @@ void* allocate(int region, ssize_t bytes, int device) noexcept {
     if (active == nullptr) throw Error(ErrorKind::configuration, "memsaver is not set up");
     return reinterpret_cast<void*>(active->allocate({device, copy.tag, copy.restore}, static_cast<std::size_t>(bytes)));
   } catch (const Error& error) {
-    allocation_failure = error.what();
     if (error.kind != ErrorKind::out_of_device_memory) warn(error.what());
   } catch (const std::exception& error) {
-    allocation_failure = error.what();
     warn(error.what());
   }
   return nullptr;
@@ -82,8 +78,6 @@ int allocator_for(const std::string& tag, Restore restore) {
   list.push_back({tag, restore});
   return static_cast<int>(list.size() - 1);
 }
-
-std::string take_allocation_failure() { return std::exchange(allocation_failure, {}); }
 
 }  // namespace memsaver
 

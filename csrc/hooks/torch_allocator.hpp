@@ -23,7 +23,4 @@ bool free_or_warn(Saver& owner, Address address) noexcept;
 inline constexpr int kAllocators = 64;
 [[nodiscard]] int allocator_for(const std::string& tag, Restore restore);
 
-// Returns and clears the message of this thread's last failed allocation.
-[[nodiscard]] std::string take_allocation_failure();
-
 }  // namespace memsaver

@@ -5,8 +5,7 @@
 #include <tuple>
 
 #include "backup/digest_queue.hpp"
-#include "driver/cuda.hpp"
-#include "driver/host.hpp"
+#include "driver/driver.hpp"
 #include "driver/nvrtc.hpp"
 #include "hooks/preload.hpp"
 #include "hooks/torch_allocator.hpp"
@@ -120,9 +119,7 @@ void set_python_error(const Error& error) {
 }
 
 Restore parse_restore(const std::string& text) {
-  return parse<Restore>(
-      text, "restore policy",
-      {{"discard", Restore::discard}, {"zero", Restore::zero}, {"host", Restore::host}, {"file", Restore::file}});
+  return parse<Restore>(text, "restore policy", {"discard", "zero", "host", "file"});
 }
 
 void bind_constructor(SaverClass& saver, const DriverAdaptor& adapt) {
@@ -130,14 +127,8 @@ void bind_constructor(SaverClass& saver, const DriverAdaptor& adapt) {
                              std::size_t host_capacity, std::size_t host_backup_limit, const std::string& file_folder,
                              const std::string& retention, const std::string& verify, bool pack,
                              const std::string& shared_backups, bool peer_access) {
-              const auto retention_policy =
-                  parse<Retention>(retention, "retention policy",
-                                   {{"keep", Retention::keep}, {"trim", Retention::trim}, {"free", Retention::free}});
-              const auto verification = parse<VerifyChoice>(verify, "verification",
-                                                            {{"off", VerifyChoice::off},
-                                                             {"sampled", VerifyChoice::sampled},
-                                                             {"full", VerifyChoice::full},
-                                                             {"auto", VerifyChoice::automatic}});
+              const auto retention_policy = parse<Retention>(retention, "retention policy", {"keep", "trim", "free"});
+              const auto verification = parse<VerifyChoice>(verify, "verification", {"off", "sampled", "full", "auto"});
               const Settings settings{
                   {host_backup_limit, file_folder, retention_policy, verification, pack, shared_backups}, peer_access};
               auto opened = driver == "cuda" ? open_cuda_driver() : open_host_driver(host_devices, host_capacity);
@@ -211,8 +202,6 @@ void bind_driver(SaverClass& saver) {
           "graph_memory", [](Saver& self, int device) { return self.driver().graph_memory(device); }, "device"_a,
           NoGil())
       .def("accounts", [](Saver& self) { return self.driver().accounts(); })
-      .def("driver_name", [](Saver& self) { return std::string(self.driver().name()); })
-      .def("device_count", [](Saver& self) { return self.driver().device_count(); })
       .def(
           "device_info",
           [](Saver& self, int device) { return dict_of([&] { return self.driver().device_info(device); }); },
@@ -276,32 +265,21 @@ void bind_host_buffer(py::module_& module) {
       .def_buffer(&HostBuffer::view);
 }
 
-// Giving a buffer back waits for the device.
-struct DeleteWithoutGil {
-  template <typename Buffer>
-  void operator()(Buffer* buffer) const {
-    const py::gil_scoped_release no_gil;
-    delete buffer;
-  }
-};
-
-template <typename Buffer>
-using BufferClass = py::class_<Buffer, std::unique_ptr<Buffer, DeleteWithoutGil>>;
-
 void bind_shared_buffers(py::module_& module) {
-  BufferClass<SharedBuffer>(module, "SharedBuffer")
+  const py::release_gil_before_calling_cpp_dtor no_gil;  // giving a buffer back waits for the device
+  py::class_<SharedBuffer>(module, "SharedBuffer", no_gil)
       .def(py::init<Saver&, int, std::size_t>(), "saver"_a, "device"_a, "bytes"_a, py::keep_alive<1, 2>(), NoGil())
       .def_property_readonly("address", &SharedBuffer::address)
-      .def_property_readonly("bytes", &SharedBuffer::bytes)
+      .def_property_readonly("nbytes", &SharedBuffer::bytes)
       .def("export_fd", &SharedBuffer::export_fd, NoGil())
       .def("release", &SharedBuffer::release, NoGil())
       .def("restore", &SharedBuffer::restore, NoGil());
-  BufferClass<ImportedBuffer>(module, "ImportedBuffer")
+  py::class_<ImportedBuffer>(module, "ImportedBuffer", no_gil)
       .def(py::init<Saver&, int, std::size_t, int>(), "saver"_a, "file"_a, "bytes"_a, "device"_a,
            py::keep_alive<1, 2>(), NoGil())
       .def_property_readonly("address", &ImportedBuffer::address)
-      .def_property_readonly("bytes", &ImportedBuffer::bytes)
-      .def("mapped", &ImportedBuffer::mapped, NoGil())
+      .def_property_readonly("nbytes", &ImportedBuffer::bytes)
+      .def_property_readonly("mapped", py::cpp_function(&ImportedBuffer::mapped, NoGil()))
       .def("drop", &ImportedBuffer::drop, NoGil())
       .def("map_again", &ImportedBuffer::map_again, "file"_a, NoGil());
 }
@@ -322,7 +300,6 @@ void bind_hooks(py::module_& module) {
       "allocator_for",
       [](const std::string& tag, const std::string& restore) { return allocator_for(tag, parse_restore(restore)); },
       "tag"_a, "restore"_a);
-  module.def("take_allocation_failure", &take_allocation_failure);
   module.def("attach_preload_library", &attach_preload_library, "zeroed_tags"_a,
              "Send the preload library's allocations to the active saver; its path, or an empty string.");
   module.def(
@@ -342,9 +319,10 @@ void bind_machine(py::module_& module) {
       },
       "Why CUDA cannot be used here; an empty string if it can.");
   module.def("can_checkpoint", &cuda_can_checkpoint);
-  module.def("reaches", &cuda_reaches, "device"_a, "address"_a, py::call_guard<py::gil_scoped_release>());
+  module.def("reaches", &cuda_reaches, "device"_a, "address"_a, NoGil());
   module.def("set_nvrtc_path", &cuda::set_nvrtc_path, "path"_a);
   module.def("available_memory_bytes", [] { return available_memory_bytes(); });
+  module.def("is_in_memory", &is_in_memory, "folder"_a, NoGil());
   module.def("digest_of", &digest_of, "data"_a, "key"_a, "first_word"_a = 0);
 }
 

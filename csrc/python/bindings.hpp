@@ -3,10 +3,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "driver/driver.hpp"
@@ -27,15 +27,13 @@ using DriverAdaptor = std::function<std::unique_ptr<Driver>(std::unique_ptr<Driv
 // call that may wait releases the GIL.
 void bind_all(py::module_& module, const DriverAdaptor& adapt = {});
 
-// Returns the value named `text`. Throws configuration, with the names, if there is none.
+// Returns the enumerator whose name, among those of all in their order, is `text`. Throws configuration, with the
+// names, if there is none.
 template <typename Enum>
-Enum parse(const std::string& text, const char* what, const std::vector<std::pair<const char*, Enum>>& values) {
-  std::string names;
-  for (const auto& [name, value] : values) {
-    if (text == name) return value;
-    names += (names.empty() ? "" : ", ") + std::string(name);
-  }
-  throw Error(ErrorKind::configuration, std::string("unknown ") + what + " '" + text + "'; choose one of " + names);
+Enum parse(const std::string& text, const std::string& what, const std::vector<std::string>& names) {
+  const auto found = std::find(names.begin(), names.end(), text);
+  if (found != names.end()) return static_cast<Enum>(found - names.begin());
+  throw Error(ErrorKind::configuration, "unknown " + what + " '" + text + "'; choose one of " + joined(names));
 }
 
 }  // namespace memsaver::python

@@ -16,8 +16,6 @@ namespace memsaver {
 class Background {
  public:
   explicit Background(std::function<void()> work) : work_(std::move(work)) {}
-  Background(const Background&) = delete;
-  Background& operator=(const Background&) = delete;
   ~Background() { join(); }
 
   // Lets the work run once more, from its beginning, after this call. Returns false if no thread can be started for it.

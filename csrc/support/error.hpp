@@ -2,8 +2,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace memsaver {
 
@@ -25,20 +28,35 @@ enum class ErrorKind {
 // The one exception type of the core. Callers on the way up add what they know; what() is always complete.
 class Error : public std::runtime_error {
  public:
-  Error(ErrorKind kind, std::string message);
+  Error(ErrorKind error_kind, std::string message)
+      : std::runtime_error(message), kind(error_kind), message_(std::move(message)) {
+    compose();
+  }
 
   // Returns the error of a failed call: its name and the name of its error, as the driver or the system spells them.
-  static Error from_driver(ErrorKind kind, std::string call, std::string code, std::string detail);
+  static Error from_driver(ErrorKind kind, std::string call, std::string code, std::string detail) {
+    Error error(kind, call + " failed: " + code + (detail.empty() ? "" : " (" + detail + ")"));
+    error.call = std::move(call);
+    error.code = std::move(code);
+    return error;
+  }
   // Returns that of a failed system call: `code` is its errno; `about` follows the system's message.
-  static Error from_errno(ErrorKind kind, std::string call, int code, const std::string& about = "");
+  static Error from_errno(ErrorKind kind, std::string call, int code, const std::string& about = "") {
+    const char* const name = strerrorname_np(code);
+    return from_driver(kind, std::move(call), name != nullptr ? name : "unknown", std::strerror(code) + about);
+  }
 
   // Each adds a fact, unless it is known already (with_memory: always).
-  Error& with_tag(const std::string& tag);
-  Error& with_bytes(std::size_t bytes);
-  Error& with_memory(std::size_t needed_bytes, std::size_t free_bytes);
-  Error& with_device(int device);
-  Error& with_address(std::uintptr_t address);
-  Error& with_advice(const std::string& advice);
+  Error& with_tag(const std::string& name) { return add(tag, {}, name); }
+  Error& with_bytes(std::size_t count) { return add(bytes, {}, count); }
+  Error& with_memory(std::size_t needed, std::size_t free) {
+    needed_bytes = needed;
+    free_bytes = free;
+    return compose();
+  }
+  Error& with_device(int index) { return add(device, -1, index); }
+  Error& with_address(std::uintptr_t value) { return add(address, {}, value); }
+  Error& with_advice(const std::string& advice) { return add(advice_, {}, advice); }
 
   [[nodiscard]] const char* what() const noexcept override { return text_.c_str(); }
 
@@ -54,8 +72,30 @@ class Error : public std::runtime_error {
 
  private:
   template <typename Fact>
-  Error& add(Fact& fact, const Fact& unknown, const Fact& value);
-  Error& compose();
+  Error& add(Fact& fact, const Fact& unknown, const Fact& value) {
+    if (fact == unknown) fact = value;
+    return compose();
+  }
+  Error& compose() {
+    text_ = message_;
+    std::string about;
+    const auto add = [&about](const std::string& part) { about += (about.empty() ? " [" : ", ") + part; };
+    if (!tag.empty()) add("tag '" + tag + "'");
+    if (device >= 0) add("device " + std::to_string(device));
+    if (bytes != 0) add(std::to_string(bytes) + " bytes");
+    if (address != 0) {
+      char text[32];
+      std::snprintf(text, sizeof text, "at 0x%zx", static_cast<std::size_t>(address));
+      add(text);
+    }
+    if (needed_bytes != 0) {
+      add(std::to_string(needed_bytes) + " bytes needed");
+      add(std::to_string(free_bytes) + " free");
+    }
+    if (!about.empty()) text_ += about + "]";
+    if (!advice_.empty()) text_ += "; " + advice_;
+    return *this;
+  }
   std::string message_;
   std::string advice_;
   std::string text_;

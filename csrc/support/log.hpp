@@ -1,10 +1,13 @@
 #pragma once
 
+#include <cstdio>
 #include <string>
 
 namespace memsaver {
 
 // Writes one line to standard error: a failure that cannot be thrown, such as that of an undo step.
-void warn(const std::string& message) noexcept;
+inline void warn(const std::string& message) noexcept {
+  std::fprintf(stderr, "memsaver: warning: %s\n", message.c_str());
+}
 
 }  // namespace memsaver

@@ -40,7 +40,6 @@ class MEMSAVER_THREAD_ANNOTATION(scoped_lockable) Lock {
   // Takes over a mutex that the caller has locked, for example with try_lock().
   Lock(Mutex& mutex, std::adopt_lock_t) REQUIRES(mutex) : mutex_(mutex) {}
   Lock(const Lock&) = delete;
-  Lock& operator=(const Lock&) = delete;
   ~Lock() RELEASE() {
     if (held_) mutex_.unlock();
   }

@@ -1,15 +1,26 @@
 #pragma once
 
+#include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/statvfs.h>
 #include <sys/types.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstddef>
 #include <cstdio>
+#include <cstdlib>
+#include <exception>
 #include <functional>
 #include <future>
 #include <optional>
+#include <system_error>
 #include <thread>
+#include <utility>
+#include <vector>
+
+#include "support/error.hpp"
 
 namespace memsaver::sys {
 
@@ -20,35 +31,125 @@ namespace memsaver::sys {
 // a transfer end early (after about half, or with nothing if that is less than a page).
 inline constexpr int kShort = -1;
 using Hook = int (*)(const char* call, std::size_t bytes);
-extern std::atomic<Hook> hook;
+inline std::atomic<Hook> hook{nullptr};
+
+// Asks the hook whether a call may run on `bytes`. Returns false, with errno set, if not; a transfer that is to end
+// early gets fewer bytes.
+inline bool allowed(const char* call, std::size_t& bytes) {
+  constexpr std::size_t page = 4096;
+  const Hook ask = hook.load(std::memory_order_relaxed);
+  const int code = ask == nullptr ? 0 : ask(call, bytes);
+  if (code == kShort) bytes = bytes / 2 / page * page;
+  if (code > 0) errno = code;
+  return code <= 0;
+}
+
+inline bool refused(const char* call, std::size_t bytes = 0) { return !allowed(call, bytes); }
+
+inline void* map(std::size_t bytes, int flags, int file, off_t offset) {
+  if (!refused("mmap", bytes)) {
+    void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file, offset);
+    if (memory != MAP_FAILED) return memory;
+  }
+  throw Error::from_errno(ErrorKind::out_of_host_memory, "mmap", errno).with_bytes(bytes);
+}
 
 // mmap(2) of readable and writable private memory; `flags` are added to MAP_PRIVATE | MAP_ANONYMOUS. Throws
 // out_of_host_memory.
-[[nodiscard]] void* map_memory(std::size_t bytes, int flags);
+[[nodiscard]] inline void* map_memory(std::size_t bytes, int flags) {
+  return map(bytes, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
+}
 // mmap(2) of a part of a file, readable, writable and shared. Throws out_of_host_memory.
-[[nodiscard]] void* map_file(int file, std::size_t offset, std::size_t bytes);
+[[nodiscard]] inline void* map_file(int file, std::size_t offset, std::size_t bytes) {
+  return map(bytes, MAP_SHARED, file, static_cast<off_t>(offset));
+}
 // Allocates the pages of mapped memory. Returns 0 or the errno: ENOMEM or EFAULT if there is no memory for them. (A
 // kernel before 5.14 ends the process then, with SIGBUS.)
-[[nodiscard]] int make_pages(void* memory, std::size_t bytes);
+[[nodiscard]] inline int make_pages(void* memory, std::size_t bytes) {
+  constexpr int populate_write = 23;  // MADV_POPULATE_WRITE, which older headers lack
+  if (refused("madvise", bytes)) return errno;
+  while (::madvise(memory, bytes, populate_write) != 0) {
+    if (errno == EINTR || errno == EAGAIN) continue;
+    if (errno != EINVAL) return errno;
+    const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+    for (std::size_t at = 0; at < bytes; at += page) static_cast<volatile char*>(memory)[at] = 0;
+    break;
+  }
+  return 0;
+}
 // open(2) of a file without a name and mkostemp(3), for the owner only. Return -1 with errno set on failure, as do all
 // that follow but open_text(), which returns null.
-[[nodiscard]] int open_unnamed(const char* folder, int flags);
-[[nodiscard]] int open_temporary(char* path_template, int flags);
+[[nodiscard]] inline int open_unnamed(const char* folder, int flags) {
+  return refused("open") ? -1 : ::open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
+}
+[[nodiscard]] inline int open_temporary(char* path_template, int flags) {
+  return refused("mkostemp") ? -1 : ::mkostemp(path_template, flags);
+}
 // fopen(3), to read.
-[[nodiscard]] std::FILE* open_text(const char* path);
-[[nodiscard]] int fstatvfs(int file, struct statvfs* status);
-[[nodiscard]] ssize_t pwrite(int file, const void* data, std::size_t bytes, off_t offset);
-[[nodiscard]] ssize_t pread(int file, void* data, std::size_t bytes, off_t offset);
+[[nodiscard]] inline std::FILE* open_text(const char* path) {
+  return refused("fopen") ? nullptr : std::fopen(path, "re");
+}
+[[nodiscard]] inline int fstatvfs(int file, struct statvfs* status) {
+  return refused("fstatvfs") ? -1 : ::fstatvfs(file, status);
+}
+[[nodiscard]] inline ssize_t pwrite(int file, const void* data, std::size_t bytes, off_t offset) {
+  return allowed("pwrite", bytes) ? ::pwrite(file, data, bytes, offset) : -1;
+}
+[[nodiscard]] inline ssize_t pread(int file, void* data, std::size_t bytes, off_t offset) {
+  return allowed("pread", bytes) ? ::pread(file, data, bytes, offset) : -1;
+}
 
 // fallocate(2) that returns the pages of a part of a file to the system. What fails keeps its pages.
-void punch_hole(int file, std::size_t offset, std::size_t bytes);
+inline void punch_hole(int file, std::size_t offset, std::size_t bytes) {
+  if (refused("fallocate", bytes)) return;
+  (void)!::fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+                     static_cast<off_t>(bytes));
+}
 
 // Returns a thread that runs `task`; nothing if the system refuses one.
-[[nodiscard]] std::optional<std::thread> start_thread(std::function<void()> task);
-// Runs `work(part)`, which must not throw, for each part below `parts`, and waits for all: each in a thread, except the
-// first, and those for which the system refuses one, which the calling thread runs.
-void run_in_threads(std::size_t parts, const std::function<void(std::size_t)>& work);
+[[nodiscard]] inline std::optional<std::thread> start_thread(std::function<void()> task) {
+  if (refused("thread")) return std::nullopt;
+  try {
+    return std::thread(std::move(task));
+  } catch (const std::system_error&) {
+    return std::nullopt;
+  }
+}
+// Runs `work(part)` for each part below `parts`, and waits for all: each in a thread, except the first, and those for
+// which the system refuses one, which the calling thread runs. Throws what the first part that failed threw.
+inline void run_in_threads(std::size_t parts, const std::function<void(std::size_t)>& work) {
+  std::vector<std::exception_ptr> failures(parts);
+  const auto run = [&](std::size_t part) {
+    try {
+      work(part);
+    } catch (...) {
+      failures[part] = std::current_exception();
+    }
+  };
+  std::vector<std::thread> started;
+  for (std::size_t part = 1; part < parts; ++part) {
+    if (auto thread = start_thread([&run, part] { run(part); })) {
+      started.push_back(std::move(*thread));
+    } else {
+      run(part);
+    }
+  }
+  if (parts > 0) run(0);
+  for (auto& thread : started) thread.join();
+  for (const auto& failure : failures) {
+    if (failure) std::rethrow_exception(failure);
+  }
+}
 // Runs `task` in another thread, or, if the system refuses one, in the first thread that waits for the result.
-[[nodiscard]] std::shared_future<void> run_beside(std::function<void()> task);
+[[nodiscard]] inline std::shared_future<void> run_beside(std::function<void()> task) {
+  if (!refused("thread")) {
+    try {
+      return std::async(std::launch::async, task).share();
+    } catch (const std::system_error&) {
+      // The caller of wait() or get() runs it.
+    }
+  }
+  return std::async(std::launch::deferred, std::move(task)).share();
+}
 
 }  // namespace memsaver::sys

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
+#include <iterator>
 #include <map>
 #include <optional>
 #include <set>
@@ -11,6 +13,7 @@
 
 #include "driver/driver.hpp"
 #include "support/range_set.hpp"
+#include "support/sizes.hpp"
 #include "vmm/settings.hpp"
 
 namespace memsaver {
@@ -54,87 +57,260 @@ class Arena {
   [[nodiscard]] const Key& key() const { return key_; }
   [[nodiscard]] bool owns(Address address) const { return spans_.contains(address, 1); }
   // Adds reserved addresses, free and without memory.
-  void add_span(Address address, std::size_t bytes);
+  void add_span(Address address, std::size_t bytes) {
+    spans_.add(address, bytes);
+    unmapped_.add(address, bytes);
+  }
   [[nodiscard]] const std::map<Address, std::size_t>& spans() const { return spans_.ranges(); }
 
   // Takes a free range out: one with memory if there is one and the arena is not busy, else one without. Returns
   // nothing if none is large enough.
-  [[nodiscard]] std::optional<Place> take(std::size_t bytes);
+  [[nodiscard]] std::optional<Place> take(std::size_t bytes) {
+    const auto mapped = busy_ ? std::nullopt : mapped_.take(bytes);
+    const auto address = mapped ? mapped : unmapped_.take(bytes);
+    return address ? std::optional(Place{*address, mapped.has_value()}) : std::nullopt;
+  }
   // Puts a range without memory back.
   void reclaim(Address address, std::size_t bytes) { unmapped_.add(address, bytes); }
   // Takes a particular free range without memory out, until it is reclaimed.
   void withhold(Address address, std::size_t bytes) { unmapped_.remove(address, bytes); }
 
-  void add_allocation(Address address, std::size_t bytes);
+  void add_allocation(Address address, std::size_t bytes) {
+    allocations_.emplace(address, Allocation{address, bytes, {}, false, false});
+    live_ += bytes;
+  }
   // Removes an allocation whose backups the caller has given back. Takes the chunks that no live allocation needs any
   // more out of the account and returns them: unmap them, then reclaim() or keep_chunk() each.
-  std::vector<Chunk> remove_allocation(Address address);
+  std::vector<Chunk> remove_allocation(Address address) {
+    const auto found = allocations_.find(address);
+    const std::size_t bytes = found->second.bytes;
+    clear_released_under(address, bytes);
+    allocations_.erase(found);
+    live_ -= bytes;
+    std::vector<Chunk> unneeded;
+    for_each_part(address, bytes, [&](Address begin, Address end, const Chunk* chunk) {
+      if (chunk == nullptr) {
+        unmapped_.add(begin, end - begin);
+      } else if (needed(*chunk)) {
+        mapped_.add(begin, end - begin);
+      } else {
+        mapped_.remove(chunk->address, chunk->bytes);
+        unneeded.push_back(*chunk);
+        chunks_.erase(unneeded.back().address);
+      }
+    });
+    return unneeded;
+  }
   // Returns the allocation that holds all of the range, or null.
-  [[nodiscard]] const Allocation* allocation_around(Address address, std::size_t bytes) const;
+  [[nodiscard]] const Allocation* allocation_around(Address address, std::size_t bytes) const {
+    auto found = allocations_.upper_bound(address);
+    if (found == allocations_.begin()) return nullptr;
+    const Allocation& allocation = (--found)->second;
+    return address + bytes <= allocation.address + allocation.bytes ? &allocation : nullptr;
+  }
   // Returns whether an allocation begins here that has not been freed.
-  [[nodiscard]] bool alive(Address address) const;
+  [[nodiscard]] bool alive(Address address) const {
+    const auto found = allocations_.find(address);
+    return found != allocations_.end() && !found->second.freed;
+  }
 
   // Notes that a range has memory again; a resume need restore nothing there any more.
-  void add_chunk(const Chunk& chunk);
+  void add_chunk(const Chunk& chunk) {
+    chunks_.emplace(chunk.address, chunk);
+    clear_released_under(chunk.address, chunk.bytes);
+  }
   // Notes that a chunk lost its memory: a resume must restore its live ranges as `restore` says.
-  void drop_chunk(Address address, Restore restore);
+  void drop_chunk(Address address, Restore restore) {
+    const auto found = chunks_.find(address);
+    const Chunk chunk = found->second;
+    chunks_.erase(found);
+    released_under_[restore].add(chunk.address, chunk.bytes);
+    for (const auto& hole : mapped_.remove(chunk.address, chunk.bytes)) {
+      unmapped_.add(hole.begin, hole.bytes);
+      clear_released_under(hole.begin, hole.bytes);
+    }
+  }
   // Puts back a chunk that no live allocation needs and that stays mapped: its range is free, with memory.
-  void keep_chunk(const Chunk& chunk);
+  void keep_chunk(const Chunk& chunk) {
+    chunks_.emplace(chunk.address, chunk);
+    mapped_.add(chunk.address, chunk.bytes);
+  }
 
   // Divides allocations that have no blocks yet into blocks. No chunk begins or ends inside a block, so a block is
   // mapped or released as a whole and never mixes content written after a failed release with its backup.
-  void make_blocks();
+  void make_blocks() {
+    for (auto& [address, allocation] : allocations_) {
+      if (!allocation.blocks.empty()) continue;
+      const auto divide = [begin = address, &blocks = allocation.blocks](Address at, Address end, const Chunk*) {
+        while (at < end) {
+          const std::size_t whole = kBlockBytes - (at - begin) % kBlockBytes;
+          Block block;
+          block.offset = at - begin;
+          block.bytes = std::min(whole, end - at);
+          at += block.bytes;
+          blocks.push_back(std::move(block));
+        }
+      };
+      for_each_part(address, allocation.bytes, divide);
+    }
+  }
   // Returns ranges, each for one chunk, that together cover `range`, which has no memory: 64 MiB first, so that a
   // release gives its first memory back after about 1.2 ms of copying, then doubling to 1 GiB. The driver's cost grows
   // with the number of handles (H200: about 9 us create + 21 us access + 15 us unmap + 13 us release each; mapping
   // 64 GiB takes 64 ms in handles of 32 MiB, 4 ms in handles of 1 GiB), and beyond 1 GiB the copies hide it.
-  [[nodiscard]] std::vector<RangeSet::Range> in_chunks(RangeSet::Range range) const;
+  [[nodiscard]] std::vector<RangeSet::Range> in_chunks(RangeSet::Range range) const {
+    constexpr std::size_t first = 64 * kSizeUnit;
+    constexpr std::size_t largest = 1024 * kSizeUnit;
+    static_assert(first > kBlockBytes, "or a chunk could be empty");
+    std::vector<RangeSet::Range> chunks;
+    for (std::size_t size = first; range.bytes > 0; size = std::min(2 * size, largest)) {
+      std::size_t bytes = range.bytes;
+      if (size < bytes) bytes = block_boundary(range.begin + size) - range.begin;
+      chunks.push_back({range.begin, bytes});
+      range.begin += bytes;
+      range.bytes -= bytes;
+    }
+    return chunks;
+  }
 
   // Notes that a resume must restore all that is released now as `restore` says.
   void set_released_under(Restore restore) { released_under_ = {{restore, released()}}; }
   // Returns whether some of the range was released under `restore` and has had no memory since.
-  [[nodiscard]] bool released_under(Restore restore, Address address, std::size_t bytes) const;
+  [[nodiscard]] bool released_under(Restore restore, Address address, std::size_t bytes) const {
+    const auto ranges = released_under_.find(restore);
+    return ranges != released_under_.end() && ranges->second.overlaps(address, bytes);
+  }
   // Returns the policies under which what is released now was released.
-  [[nodiscard]] std::set<Restore> release_policies() const;
+  [[nodiscard]] std::set<Restore> release_policies() const {
+    std::set<Restore> policies;
+    const RangeSet runs = released();
+    for (const auto& [begin, bytes] : runs.ranges()) {
+      for (const auto& [restore, ranges] : released_under_) {
+        if (ranges.overlaps(begin, bytes)) policies.insert(restore);
+      }
+    }
+    return policies;
+  }
   // Returns whether the last resume failed to restore some content from its backup.
-  [[nodiscard]] bool damaged() const;
+  [[nodiscard]] bool damaged() const {
+    return std::any_of(allocations_.begin(), allocations_.end(), [](const auto& each) {
+      const auto& blocks = each.second.blocks;
+      return std::any_of(blocks.begin(), blocks.end(), [](const Block& block) { return block.damaged; });
+    });
+  }
 
   [[nodiscard]] std::map<Address, Allocation>& allocations() { return allocations_; }
   [[nodiscard]] const std::map<Address, Allocation>& allocations() const { return allocations_; }
   [[nodiscard]] const std::map<Address, Chunk>& chunks() const { return chunks_; }
   // Returns the live addresses without memory.
-  [[nodiscard]] RangeSet released() const;
+  [[nodiscard]] RangeSet released() const {
+    RangeSet runs;
+    for (const auto& [address, allocation] : allocations_) {
+      for_each_part(address, allocation.bytes, [&](Address begin, Address end, const Chunk* chunk) {
+        if (chunk == nullptr) runs.add(begin, end - begin);
+      });
+    }
+    return runs;
+  }
   // Returns whether all of the range has memory.
-  [[nodiscard]] bool is_mapped(Address address, std::size_t bytes) const;
+  [[nodiscard]] bool is_mapped(Address address, std::size_t bytes) const {
+    bool mapped = true;
+    for_each_part(address, bytes, [&](Address, Address, const Chunk* chunk) { mapped = mapped && chunk != nullptr; });
+    return mapped;
+  }
   [[nodiscard]] std::size_t live_bytes() const { return live_; }
-  [[nodiscard]] std::size_t mapped_bytes() const;
+  [[nodiscard]] std::size_t mapped_bytes() const {
+    std::size_t sum = 0;
+    for (const auto& [address, chunk] : chunks_) sum += chunk.bytes;
+    return sum;
+  }
   // Returns the mapped bytes that no live allocation uses.
   [[nodiscard]] std::size_t retained_bytes() const { return mapped_.total_bytes(); }
   // Returns the host memory that a backup of everything live would need beyond what its blocks own.
-  [[nodiscard]] std::size_t unprepared_bytes() const;
+  [[nodiscard]] std::size_t unprepared_bytes() const {
+    std::size_t sum = 0;
+    for (const auto& [address, allocation] : allocations_) {
+      if (allocation.blocks.empty()) sum += allocation.bytes;
+      for (const auto& block : allocation.blocks) {
+        if (block.host.empty() && block.kept != Kept::zero) sum += block.expected_for(block.bytes);
+      }
+    }
+    return sum;
+  }
   // Returns the host memory, or the space in files, that a backup of what is mapped is expected to need beyond what its
   // blocks own.
-  [[nodiscard]] std::size_t expected_bytes(bool to_file) const;
+  [[nodiscard]] std::size_t expected_bytes(bool to_file) const {
+    std::size_t sum = 0;
+    for (const auto& [address, allocation] : allocations_) {
+      if (allocation.blocks.empty() && is_mapped(address, allocation.bytes)) sum += allocation.bytes;
+      for (const auto& block : allocation.blocks) {
+        if (!is_mapped(address + block.offset, block.bytes)) continue;
+        const std::size_t expected = block.expected_for(block.bytes);
+        sum += expected - std::min(expected, to_file ? block.file.bytes : sum_of(block.host));
+      }
+    }
+    return sum;
+  }
 
   // Marks the arena busy: until end_operation(), frees of its present allocations are deferred, and new allocations
   // take ranges without memory only.
-  void begin_operation();
+  void begin_operation() {
+    busy_ = true;
+    for (auto& [address, allocation] : allocations_) allocation.in_operation = true;
+  }
   // Returns the allocations whose frees were deferred.
-  [[nodiscard]] std::vector<Address> end_operation();
+  [[nodiscard]] std::vector<Address> end_operation() {
+    busy_ = false;
+    for (auto& [address, allocation] : allocations_) allocation.in_operation = false;
+    return std::exchange(deferred_frees_, {});
+  }
   [[nodiscard]] bool busy() const { return busy_; }
   // Defers a free if an operation works on the allocation. Returns whether it did.
-  [[nodiscard]] bool defer_free(Address address);
+  [[nodiscard]] bool defer_free(Address address) {
+    Allocation& allocation = allocations_.at(address);
+    if (!busy_ || !allocation.in_operation) return false;
+    deferred_frees_.push_back(address);
+    allocation.freed = true;
+    return true;
+  }
 
  private:
   friend struct ArenaAudit;  // of the tests
-  [[nodiscard]] bool needed(const Chunk& chunk) const;
-  void clear_released_under(Address address, std::size_t bytes);
+  [[nodiscard]] bool needed(const Chunk& chunk) const {
+    const auto after = allocations_.lower_bound(chunk.address + chunk.bytes);
+    return after != allocations_.begin() && std::prev(after)->first + std::prev(after)->second.bytes > chunk.address;
+  }
+  void clear_released_under(Address address, std::size_t bytes) {
+    for (auto& [restore, ranges] : released_under_) ranges.remove(address, bytes);
+  }
   // Calls `visit(begin, end, chunk)` for each part of a range that lies in one chunk, or in none (null). It may remove
   // that chunk.
   template <typename Visit>
-  void for_each_part(Address address, std::size_t bytes, const Visit& visit) const;
+  void for_each_part(Address address, std::size_t bytes, const Visit& visit) const {
+    const Address end = address + bytes;
+    auto next = chunks_.upper_bound(address);
+    if (next != chunks_.begin() && std::prev(next)->first + std::prev(next)->second.bytes > address) --next;
+    Address at = address;  // visited up to here
+    while (next != chunks_.end() && next->first < end) {
+      const Chunk& chunk = (next++)->second;
+      const Address first = std::max(at, chunk.address);
+      const Address last = std::min(end, chunk.address + chunk.bytes);
+      if (at < first) visit(at, first, nullptr);
+      visit(first, last, &chunk);
+      at = last;
+    }
+    if (at < end) visit(at, end, nullptr);
+  }
   // Returns the beginning of the block around this address, or the address itself if there is none.
-  [[nodiscard]] Address block_boundary(Address address) const;
+  [[nodiscard]] Address block_boundary(Address address) const {
+    const Allocation* const allocation = allocation_around(address, 1);
+    if (allocation == nullptr) return address;
+    const auto& blocks = allocation->blocks;
+    const std::size_t offset = address - allocation->address;
+    const auto block = std::partition_point(blocks.begin(), blocks.end(),
+                                            [&](const auto& each) { return each.offset + each.bytes <= offset; });
+    return block == blocks.end() ? address : allocation->address + block->offset;
+  }
 
   const Key key_;
   bool busy_ = false;

@@ -60,7 +60,6 @@ class Saver::Operation {
  public:
   Operation(Saver& saver, Progress::Operation kind) : saver_(saver), kind_(kind) {}
   Operation(const Operation&) = delete;
-  Operation& operator=(const Operation&) = delete;
   virtual ~Operation() = default;
 
   // Waits for the operation under way, marks the arenas of `tags` busy and plans them all at the same instant, then
@@ -150,26 +149,19 @@ class Saver::Operation {
     return work;
   }
 
-  // Calls `work` for each of devices_, in parallel, and waits for all of them. Throws the first failure.
+  // Calls `work` for each of devices_, in parallel, and waits for all of them. Throws as sys::run_in_threads().
   void on_each_device(const std::function<void(Work&)>& work) {
     std::vector<Work*> devices;
     for (auto& [index, device] : devices_) devices.push_back(&device);
-    if (devices.empty()) return;
-    std::vector<std::exception_ptr> failures(devices.size());
     sys::run_in_threads(devices.size(), [&](std::size_t i) {
-      const Work& device = *devices[i];
+      Work& device = *devices[i];
       try {
-        work(*devices[i]);
+        work(device);
       } catch (Error& error) {
         error.with_tag(device.tags()).with_device(device.device).with_bytes(device.bytes());
-        failures[i] = std::current_exception();
-      } catch (...) {
-        failures[i] = std::current_exception();
+        throw;
       }
     });
-    for (const auto& failure : failures) {
-      if (failure) std::rethrow_exception(failure);
-    }
   }
 
   // Adds the restore of parts of an arena, which have no memory, to devices_.

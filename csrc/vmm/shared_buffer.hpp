@@ -19,8 +19,6 @@ class FixedRange {
  public:
   // Reserves `bytes`, rounded up to what the device maps at once. The saver must outlive this.
   FixedRange(Saver& saver, int device, std::size_t bytes);
-  FixedRange(const FixedRange&) = delete;
-  FixedRange& operator=(const FixedRange&) = delete;
   // Gives memory and addresses back; what the driver refuses is only logged. Does nothing in a forked child, or when
   // the process is ending.
   ~FixedRange();

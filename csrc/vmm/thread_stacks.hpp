@@ -1,9 +1,14 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
+#include <exception>
 #include <map>
+#include <string>
 
 #include "driver/driver.hpp"
+#include "support/error.hpp"
+#include "support/log.hpp"
 #include "support/mutex.hpp"
 #include "vmm/memory_map.hpp"
 #include "vmm/physical_memory.hpp"
@@ -18,16 +23,48 @@ class ThreadStacks {
  public:
   ThreadStacks(Driver& driver, const MemoryMap& map, const PhysicalMemory& physical)
       : driver_(driver), map_(map), physical_(physical) {}
-  ThreadStacks(const ThreadStacks&) = delete;
-  ThreadStacks& operator=(const ThreadStacks&) = delete;
 
   // Lowers the limit on every device on which no memory under a tag is resident or reserved: its engine runs no kernel.
   // What the driver refuses is logged.
-  void lower() noexcept EXCLUDES(map_.mutex, mutex_);
+  void lower() noexcept EXCLUDES(map_.mutex, mutex_) {
+    try {
+      const auto reserved = physical_.reserved_by_device();
+      for (const int device : map_.devices()) {
+        bool idle = reserved.count(device) == 0;
+        {
+          const Lock lock(map_.mutex);
+          for (const Arena* const arena : map_.select({})) {
+            idle = idle && (arena->key().device != device || arena->chunks().empty());
+          }
+        }
+        if (!idle) continue;
+        const Lock lock(mutex_);
+        const std::size_t limit = driver_.stack_limit(device);
+        if (limit <= kSmallestStack) continue;
+        limits_[device] = std::max(limits_[device], limit);
+        driver_.set_stack_limit(device, kSmallestStack);
+      }
+    } catch (const std::exception& error) {
+      warn(std::string("the stacks of kernels stay on the device: ") + error.what());
+    }
+  }
   // Raises the limit of a device to what it was. Throws driver errors: the limit is as before the call.
-  void raise(int device) EXCLUDES(mutex_);
+  void raise(int device) EXCLUDES(mutex_) {
+    const Lock lock(mutex_);
+    const auto found = limits_.find(device);
+    if (found == limits_.end()) return;
+    try {
+      if (driver_.stack_limit(device) < found->second) driver_.set_stack_limit(device, found->second);
+    } catch (Error& error) {
+      throw error.with_device(device).with_advice(
+          "everything stays released with its backup; let other processes free memory and repeat");
+    }
+    limits_.erase(found);
+  }
 
  private:
+  static constexpr std::size_t kSmallestStack = 16;  // CUDA does not document that it accepts 0
+
   Driver& driver_;
   const MemoryMap& map_;
   const PhysicalMemory& physical_;

@@ -13,13 +13,9 @@ CUDA graphs with NCCL calls replay as before, if NCCL_GRAPH_REGISTER=0 was set w
 2.29.7; ``found`` reports for each communicator what it holds, and what prevents its suspension.
 """
 
-from memsaver_core.communicators.communicators import TIMEOUT_S, Communicators
-from memsaver_core.communicators.graphs import warn_of_registered_graphs
-
-__all__ = [
-    "TIMEOUT_S", "can_suspend", "found", "register", "register_buffers", "resume", "shared", "statuses",
-    "suspend", "tag_status", "unregister", "usable", "warn_of_registered_graphs",
-]  # fmt: skip
+from memsaver_core.communicators.communicators import TIMEOUT_S as TIMEOUT_S
+from memsaver_core.communicators.communicators import Communicators
+from memsaver_core.communicators.nccl import warn_of_registered_graphs as warn_of_registered_graphs
 
 this_process = Communicators()
 can_suspend = this_process.can_suspend

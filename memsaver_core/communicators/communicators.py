@@ -6,14 +6,14 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Literal
 
 from memsaver_core import process
-from memsaver_core.communicators import discovery, fabric, sharing
+from memsaver_core.communicators import discovery, sharing
 from memsaver_core.communicators.discovery import Communicator
 from memsaver_core.communicators.nccl import SUSPENDS, Held, loaded
 from memsaver_core.contract.errors import ConfigurationError, MemsaverError, UnsupportedError
@@ -162,13 +162,7 @@ class Communicators:
     def resume(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> None:
         """Bring communicators back, with the same addresses. Every rank of each must call this.
 
-        Args:
-            names: which; None for all. One that is not suspended is passed over.
-            timeout_s: deadline for all of them together.
-
-        Raises:
-            UnsupportedError: one of ``names`` does not exist; nothing was done.
-            MemsaverError: NCCL failed, or another rank did not call this in time; names the communicator.
+        One that is not suspended is passed over. Arguments and errors are those of ``suspend``.
         """
         self._move("resume", names, timeout_s)
 
@@ -184,7 +178,10 @@ class Communicators:
             try:
                 for each, status in chosen:
                     moved[each.name] = status.suspendable_bytes
-                    self._call(what, each, each.resume if resuming else each.suspend, deadline)
+                    # It waits for the other ranks, in a thread that is left behind if they do not call it.
+                    call = started(each.resume if resuming else each.suspend, f"memsaver-{what}")
+                    self._late = _Call(what, each.name, call)
+                    self._await_late(deadline)
             finally:
                 self._count()
             return moved
@@ -197,13 +194,12 @@ class Communicators:
         present = (*discovery.found(), *self._registered.values()) if process.enabled() else ()
         self._counted = counted = tuple((each, self._status(each)) for each in present)
         devices = [(each.name, each.device) for each in present if each.nccl and each.device is not None]
-        fixed = [fabric.obstacle(name, device, process.saver().device_info(device)["uuid"]) for name, device in devices]
+        uuids = {device: process.saver().device_info(device)["uuid"] for _, device in devices}
+        fixed = [sharing.fabric_obstacle(name, device, uuids[device]) for name, device in devices]
         self._shared = (*filter(None, fixed), *sharing.shared_memory())
         return counted
 
-    def _chosen(
-        self, names: Sequence[str] | None, resuming: bool = False
-    ) -> list[tuple[Communicator, CommunicatorStatus]]:
+    def _chosen(self, names: Sequence[str] | None, resuming: bool) -> list[tuple[Communicator, CommunicatorStatus]]:
         """Return the communicators ``names`` in the order of their creation, which is the same on all ranks."""
         pairs = self._count()
         if names is None:
@@ -236,11 +232,6 @@ class Communicators:
             suspended=held.suspended,
             obstacle="MEMSAVER_COMMUNICATORS=off; unset it" if off else "",
         )
-
-    def _call(self, what: str, each: Communicator, function: Callable[[], None], deadline: float) -> None:
-        """Run a call that waits for the other ranks, in a thread that is left behind if they do not call it."""
-        self._late = _Call(what, each.name, started(function, f"memsaver-{what}"))
-        self._await_late(deadline)
 
     def _await_late(self, deadline: float) -> None:
         """Wait for the call under way, which may be one that an earlier operation gave up."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from memsaver_core.contract.errors import MemsaverError
+
+logger = logging.getLogger("memsaver")
 
 #: The first version with ncclCommSuspend, ncclCommResume and ncclCommMemStats, as ncclGetVersion encodes it (nccl.h).
 SUSPENDS = 22907
@@ -45,10 +49,10 @@ class Nccl:
 
     def held(self, comm: int) -> Held:
         """Count what a communicator holds. Needs NCCL 2.29.7, as do ``suspend`` and ``resume``."""
-        suspendable, suspended, persistent = (
-            self._statistic(comm, each) for each in (_SUSPENDABLE, _SUSPENDED, _PERSISTENT)
-        )
-        return Held(suspendable, persistent, bool(suspended))
+        values = {which: ctypes.c_uint64() for which in (_SUSPENDABLE, _SUSPENDED, _PERSISTENT)}
+        for which, value in values.items():
+            self._call("ncclCommMemStats", ctypes.c_void_p(comm), which, ctypes.byref(value))
+        return Held(values[_SUSPENDABLE].value, values[_PERSISTENT].value, bool(values[_SUSPENDED].value))
 
     def suspend(self, comm: int) -> None:
         """Give back its memory; returns when every rank has called it. The device must be the calling thread's."""
@@ -57,11 +61,6 @@ class Nccl:
     def resume(self, comm: int) -> None:
         """Take its memory again, at the same addresses; returns when every rank has called it."""
         self._call("ncclCommResume", ctypes.c_void_p(comm))
-
-    def _statistic(self, comm: int, which: int) -> int:
-        value = ctypes.c_uint64()
-        self._call("ncclCommMemStats", ctypes.c_void_p(comm), which, ctypes.byref(value))
-        return value.value
 
     def _call(self, name: str, *arguments: object) -> None:
         # By subscript: a separate function object, since another user of the library may have declared arguments.
@@ -89,3 +88,24 @@ def loaded_paths(maps: Path = Path("/proc/self/maps")) -> tuple[str, ...]:
     with maps.open() as lines:
         fields = (line.rstrip("\n").split(maxsplit=5) for line in lines if "/libnccl.so" in line)
         return tuple(dict.fromkeys(each[5] for each in fields))
+
+
+def warn_of_registered_graphs() -> None:
+    """Warn if NCCL registers the buffers of CUDA graphs: their replay may hang after memory was remapped."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if registers_graphs(dist.get_backend_config(), os.environ.get("NCCL_GRAPH_REGISTER")):
+        logger.warning(
+            "NCCL is in use without NCCL_GRAPH_REGISTER=0: CUDA graphs with NCCL calls may hang on replay after a "
+            "resume. Set NCCL_GRAPH_REGISTER=0 before the engine starts"
+        )
+
+
+def registers_graphs(backends: str, setting: str | None) -> bool:
+    """Whether NCCL registers the buffers of captured graphs, its default.
+
+    Args:
+        backends: torch's backend per kind of device, as in ``cpu:gloo,cuda:nccl``.
+        setting: NCCL_GRAPH_REGISTER, or None if it is not set.
+    """
+    return "nccl" in backends and setting != "0"

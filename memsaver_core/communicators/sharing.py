@@ -1,11 +1,15 @@
-"""Device memory that ranks share beside what their communicators hold, by the names of vLLM and SGLang."""
+"""Device memory that ranks share and no suspend covers: by the names of vLLM and SGLang, and NCCL's on NVLink."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
+from memsaver_core import nvml
 from memsaver_core.communicators.engines import groups, part
 from memsaver_core.shared_buffers import is_imported
 
@@ -26,6 +30,9 @@ _NCCL_POOLS = (
 _FLASHINFER = "vllm.distributed.device_communicators.flashinfer_all_reduce"
 _FLASHINFER_WORKSPACES = ("_fi_ar_workspace", "_fi_ar_quant_workspace")
 
+#: CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of cuda.h.
+_MULTICAST_SUPPORTED = 132
+
 
 def shared_memory() -> list[str]:
     """Return what of it there is, each with what to change for the next start.
@@ -36,6 +43,30 @@ def shared_memory() -> list[str]:
         return [*_of_groups(), *_of_experts(), *_of_libraries()]
     except Exception as error:  # a version with other names: better no hibernation than one that cannot be undone
         return [f"what ranks share is unknown ({type(error).__name__}: {error}); report this with the engine's version"]
+
+
+def fabric_obstacle(name: str, device: int, uuid: str) -> str:
+    """Return why a process with the communicator ``name`` cannot be hibernated and what to do, or an empty string.
+
+    NCCL does not report which memory it uses, so this checks what makes it use multicast (NVLS) or memory of other
+    hosts (MNNVL): its settings and the device.
+
+    Args:
+        device, uuid: torch's index of the communicator's device, and the driver's identifier of it.
+    """
+    found = []
+    if os.environ.get("NCCL_NVLS_ENABLE") != "0" and _multicast_supported(device):
+        found.append(("NVLink multicast memory (NVLS)", "NCCL_NVLS_ENABLE"))
+    if os.environ.get("NCCL_MNNVL_ENABLE") != "0" and nvml.in_multi_node_fabric(uuid):
+        found.append(("NVLink memory of other hosts (MNNVL)", "NCCL_MNNVL_ENABLE"))
+    if not found:
+        return ""
+    memory = " and ".join(each for each, _ in found)
+    settings = " ".join(f"{variable}=0" for _, variable in found)
+    return (
+        f"NCCL communicator {name} may use {memory}, which stays when it is suspended and cannot be checkpointed; set "
+        f"{settings} before the engine starts"
+    )
 
 
 def _of_groups() -> Iterator[str]:
@@ -92,3 +123,15 @@ def _of_libraries() -> Iterator[str]:
             f"torch symmetric memory has workspaces (groups {', '.join(held)}; {sum(held.values())} bytes); switch off "
             "what uses them, in vLLM the compilation setting pass_config.fuse_gemm_comms"
         )
+
+
+@lru_cache
+def _multicast_supported(device: int) -> bool:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return False
+    handle, value = ctypes.c_int(), ctypes.c_int()
+    if driver.cuDeviceGet(ctypes.byref(handle), device) != 0:  # torch and the driver number devices alike
+        return False
+    return driver.cuDeviceGetAttribute(ctypes.byref(value), _MULTICAST_SUPPORTED, handle) == 0 and value.value != 0

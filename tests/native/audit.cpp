@@ -132,7 +132,10 @@ std::vector<std::string> SaverAudit::audit(Saver& saver, const std::map<int, std
   std::size_t file_bytes = 0;
   std::map<std::uint32_t, std::size_t> entries;  // of the shared store; several blocks may use one
   const Lock operation(saver.backups_.operation_mutex);
-  for (const int device : saver.map_.devices()) device_bytes[device] = saver.backups_.device_bytes(device);
+  for (const int device : saver.map_.devices()) device_bytes[device] = 0;
+  for (const auto& [device, pipeline] : saver.backups_.pipelines_) {
+    device_bytes[device] += pipeline->packing.held_bytes();  // that the driver did not take back
+  }
   const auto orphans = saver.physical_.orphans();
   for (const auto& orphan : orphans) device_bytes[orphan.device] += orphan.bytes;
   for (const auto& [device, bytes] : saver.physical_.reserved_by_device()) device_bytes[device] += bytes;

@@ -9,9 +9,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "driver/cuda.hpp"
 #include "driver/driver.hpp"
-#include "driver/host.hpp"
 #include "faults/faulty_driver.hpp"
 #include "support/error.hpp"
 

@@ -1,4 +1,4 @@
-// Runs the kernels of driver/packing_kernels.cpp on the CPU, and compares them with the implementation for the host:
+// Runs the kernels of driver/packing_kernels.hpp on the CPU, and compares them with the implementation for the host:
 // packing_kernels.inc is their source, compiled here as C++. Each thread of a block is a coroutine that runs up to the
 // next exchange with the others of its warp or block.
 

@@ -1,5 +1,6 @@
 // For the sanitizers: threads allocate, free and read backups while others release and resume.
 
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -11,7 +12,7 @@
 
 #include "audit.hpp"
 #include "check.hpp"
-#include "driver/host.hpp"
+#include "driver/driver.hpp"
 #include "support/range_set.hpp"
 #include "vmm/saver.hpp"
 
@@ -141,6 +142,30 @@ void savers_share_backups() {
   other.join();
 }
 
+// What fails in the background is a warning: nothing waits for it.
+void failures_in_the_background_are_logged() {
+  const int log = memfd_create("log", 0);
+  const int kept = dup(STDERR_FILENO);
+  dup2(log, STDERR_FILENO);
+  {
+    const auto driver = open_host_driver({}, kCapacity);
+    Progress progress;
+    BackupSettings settings;
+    settings.retention = Retention::free;
+    BackupStore store(*driver, settings, progress, [] { throw Error(ErrorKind::driver, "the drop was refused"); });
+    const Lock lock(store.operation_mutex);
+    store.retain();
+  }
+  dup2(kept, STDERR_FILENO);
+  char text[1000] = {};
+  CHECK(pread(log, text, sizeof text - 1, 0) > 0);
+  const std::string said = text;
+  CHECK(said.find("unused backup memory stays pinned") != std::string::npos);
+  CHECK(said.find("the drop was refused") != std::string::npos && said.find('\n') == said.size() - 1);
+  close(kept);
+  close(log);
+}
+
 }  // namespace
 
 int main() {
@@ -148,6 +173,7 @@ int main() {
   threads_do_not_disturb_each_other();
   backups_have_one_user_at_a_time();
   savers_share_backups();
+  failures_in_the_background_are_logged();
   std::printf("threads: no disturbance\n");
   return 0;
 }

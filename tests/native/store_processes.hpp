@@ -16,7 +16,7 @@
 
 #include "backup/shared_store.hpp"
 #include "check.hpp"
-#include "driver/host.hpp"
+#include "driver/driver.hpp"
 
 // Processes of a shared store, for tests: each other process is a forked child of this one, and joins by itself.
 

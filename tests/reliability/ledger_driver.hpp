@@ -274,7 +274,6 @@ class LedgerDriver final : public Driver {
     });
   }
   bool has_digest(int device) noexcept override { return digests_ && driver_->has_digest(device); }
-  bool digest_is_cheap() const noexcept override { return driver_->digest_is_cheap(); }
 
   void sample(int device, const PackItem* items, std::size_t count, ExponentSample* samples, Stream stream) override {
     std::vector<Range> ranges;

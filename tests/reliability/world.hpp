@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "audit.hpp"
-#include "driver/host.hpp"
+#include "driver/driver.hpp"
 #include "faults/faulty_driver.hpp"
 #include "ledger_driver.hpp"
 #include "support/cleanup.hpp"

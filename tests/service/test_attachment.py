@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from memsaver_core._native import Saver as Driver
-from memsaver_core.communicators.graphs import nccl_registers_graphs
+from memsaver_core.communicators.nccl import registers_graphs
 from memsaver_core.contract.errors import ConfigurationError
 from memsaver_server import attach, create_app
 from tests.waiting import wait_until
@@ -171,7 +171,7 @@ def test_closing_ends_streams(engine: TensorEngine) -> None:
 @pytest.mark.guards("replaying a graph with NCCL hung after a remap")
 def test_graphs_that_nccl_registers_are_known(backends: str, setting: str | None, registers: bool) -> None:
     """NCCL registers the buffers of graphs unless NCCL_GRAPH_REGISTER=0, also if torch chose the backend."""
-    assert nccl_registers_graphs(backends, setting) is registers
+    assert registers_graphs(backends, setting) is registers
 
 
 @pytest.mark.guards("replaying a graph with NCCL hung after a remap")

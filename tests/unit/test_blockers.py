@@ -16,7 +16,7 @@ import torch.multiprocessing
 
 import memsaver_core as ms
 from memsaver_core import communicators
-from memsaver_core.communicators import fabric, sharing
+from memsaver_core.communicators import sharing
 from memsaver_core.contract.status import CommunicatorStatus
 from memsaver_core.hibernation import helper, preconditions
 from memsaver_core.hibernation.preconditions import Facts, obstacles
@@ -191,11 +191,11 @@ def test_multicast_memory_is_told_with_the_variable(
     monkeypatch: pytest.MonkeyPatch, setting: str | None, multicast: bool, told: str
 ) -> None:
     """NCCL does not say whether it uses any; the device's answer is patched in."""
-    monkeypatch.setattr(fabric, "_multicast_supported", lambda device: multicast)
+    monkeypatch.setattr(sharing, "_multicast_supported", lambda device: multicast)
     monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
     if setting is not None:
         monkeypatch.setenv("NCCL_NVLS_ENABLE", setting)
-    found = fabric.obstacle("tp", 0, "GPU-of-no-machine")
+    found = sharing.fabric_obstacle("tp", 0, "GPU-of-no-machine")
     assert bool(found) == bool(told)
     assert told in found
 

@@ -117,7 +117,7 @@ def test_a_long_function_fails(copy: Path) -> None:
     body = "  int done = 1;  // }\n" * 61
     grown = f"void grown(int a) {{\n{body}}}"
     assert ran(copy, ".ci/check_sizes.py") == (0, "")
-    add(copy, "csrc/support/log.cpp", f"namespace memsaver {{\n{grown}\n}}  // namespace memsaver")
+    add(copy, "csrc/support/log.hpp", f"namespace memsaver {{\n{grown}\n}}  // namespace memsaver")
     code, output = ran(copy, ".ci/check_sizes.py")
     assert code == 1
     assert "63 lines, at most 60: void grown(int a)" in output
@@ -126,8 +126,8 @@ def test_a_long_function_fails(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "line", "said"),
     [
-        ("csrc/support/log.cpp", "// The guest is told.", '"told"; say instead: say, report, return, notify'),
-        ("csrc/support/log.cpp", "struct Door {\n  int owed_bytes;\n};", '"owed"; say instead: must, needs'),
+        ("csrc/support/log.hpp", "// The guest is told.", '"told"; say instead: say, report, return, notify'),
+        ("csrc/support/log.hpp", "struct Door {\n  int owed_bytes;\n};", '"owed"; say instead: must, needs'),
         (f"{ROOM}/app.py", "# Each has a thread of its\n# own.", '"of its own"; say instead: its own, a separate'),
         (f"{ROOM}/app.py", "def seat_calls() -> None: ...", '"seat"; say instead: schedule, slot'),
         ("docs/page.md", "A rank tells the service.", 'docs/page.md:2: "tells"; say instead: say'),

@@ -165,7 +165,6 @@ void FaultyDriver::digest(int device, const DigestKey& key, const DigestItem* it
 }
 void FaultyDriver::prepare_digest(int device) noexcept { driver_->prepare_digest(device); }
 bool FaultyDriver::has_digest(int device) noexcept { return driver_->has_digest(device); }
-bool FaultyDriver::digest_is_cheap() const noexcept { return driver_->digest_is_cheap(); }
 void FaultyDriver::sample(int device, const PackItem* items, std::size_t count, ExponentSample* samples,
                           Stream stream) {
   enter("sample");

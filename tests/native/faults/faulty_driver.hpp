@@ -60,7 +60,6 @@ class FaultyDriver final : public Driver {
               Stream stream) override;
   void prepare_digest(int device) noexcept override;
   bool has_digest(int device) noexcept override;
-  bool digest_is_cheap() const noexcept override;
   void sample(int device, const PackItem* items, std::size_t count, ExponentSample* samples, Stream stream) override;
   void pack(int device, const PackPlan& plan, const PackItem& content, const PackItem& room,
             std::uint64_t* packed_bytes, Stream stream) override;

@@ -13,11 +13,11 @@ namespace {
 FaultyDriver& faulty(Saver& saver) { return dynamic_cast<FaultyDriver&>(saver.driver()); }
 
 ErrorKind kind_of(const std::string& name) {
-  return python::parse<ErrorKind>(name, "failure",
-                                  {{"out_of_memory", ErrorKind::out_of_device_memory},
-                                   {"out_of_host_memory", ErrorKind::out_of_host_memory},
-                                   {"invalid_value", ErrorKind::driver},
-                                   {"context_lost", ErrorKind::context_lost}});
+  static const std::map<std::string, ErrorKind> kinds{{"out_of_memory", ErrorKind::out_of_device_memory},
+                                                      {"out_of_host_memory", ErrorKind::out_of_host_memory},
+                                                      {"invalid_value", ErrorKind::driver},
+                                                      {"context_lost", ErrorKind::context_lost}};
+  return kinds.at(name);
 }
 
 }  // namespace
