@@ -183,6 +183,7 @@ class Served(Options):
         metavar="KEY",
         show_envvar=True,
     )
+    silence: float = Members.silence
 
 
 @fleet.command()
@@ -194,7 +195,7 @@ def serve(served: Served, at: serving.Listening) -> None:
     other settings. SIGTERM and SIGINT end it with exit code 0; the engines keep their state.
     """
     with serving.starting("server,fleet"):
-        settings = serving.settings_of()
+        settings = serving.settings_of(silence_s=served.silence)
         from memsaver_server.attachment import serve_app
         from memsaver_server.fleet.turns.options import TurnOptions
 

@@ -242,7 +242,7 @@ class FleetController:
         why = "a fleet prepares and commits by itself"
         raise LeaseEndedError(f"{operation.request.operation} {operation.id} cannot be committed: {why}", operation.id)
 
-    async def cancel(self, operation: FleetOperation, by: str, key: str | None = None) -> None:
+    async def cancel(self, operation: FleetOperation, by: str, key: str | None = None, *, force: bool = False) -> None:
         if operation.status == "cancelled":
             return
         try:

@@ -10,10 +10,12 @@ afterwards every engine is prepared, and the next coordinator commits on the res
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from hashlib import sha256
 from typing import Any, Literal
 from urllib.parse import quote
 
@@ -225,7 +227,9 @@ class Execution:
             tags = part.tags if moves else part.moved(request.operation)
             if tags:
                 body = {"tags": list(tags), **await self._options_back()}
-                key, limit_s = f"{part.operation_id}-undo", self._timeout_s + self._silence_s
+                # Another coordinator may have begun it: an equal call joins that, another one follows it.
+                asked = sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:8]
+                key, limit_s = f"{part.operation_id}-undo-{asked}", self._timeout_s + self._silence_s
                 await part.connection.perform(OPPOSITE[request.operation], body, key=key, limit_s=limit_s)
             if part.failure is None:
                 part.stage = "undone"
@@ -276,7 +280,9 @@ class Execution:
 
     async def _note(self, stage: Literal["preparing", "committing", "rolling_back"]) -> None:
         engines = {
-            part.member.name: Prepared(url=part.member.url, operation_id=part.operation_id, tags=part.tags)
+            part.member.name: Prepared(
+                url=part.member.url, operation_id=part.operation_id, tags=part.tags, gpus=part.member.gpus
+            )
             for part in self._parts
         }
         digest = self._operation.digest

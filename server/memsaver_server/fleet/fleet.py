@@ -98,7 +98,8 @@ class AsyncFleet:
         self._operations: dict[str, FleetOperation] = {}
         self._results: OrderedDict[str, FleetResult] = OrderedDict()
         self._recovering = asyncio.Lock()
-        self._recovered = False
+        self._left: dict[str, Running] | None = None  # what another coordinator had begun, once that is known
+        self._recoveries: dict[str, asyncio.Task[FleetResult]] = {}
         self._reconciler = Reconciler(
             self.roster, self._keeper, self._locks, self._hub, self._coordinator.name, self._reconciled
         )
@@ -167,7 +168,7 @@ class AsyncFleet:
 
     async def status(self, selector: Selector | None = None) -> FleetStatus:
         """Return what every selected engine is now, those that do not answer included."""
-        parts = await (self.roster.look() if selector is None else self.roster.parts(selector))
+        parts = await self.roster.parts(selector or Selector())
         wanted = await self.wanted()
         engines = [engine_status(part.member, part.before, str(part.failure or ""), wanted) for part in parts]
         return FleetStatus(state=common_state(engines), engines=engines, wanted=list(wanted), progress=self.progress)
@@ -193,23 +194,34 @@ class AsyncFleet:
     async def recover(self) -> list[FleetResult]:
         """Bring to an end what another coordinator with this record had begun; return what became of it.
 
-        ``release``, ``resume``, ``reconcile`` and ``keep`` do it first.
+        ``release``, ``resume``, ``reconcile`` and ``keep`` begin it first, and wait for its end on their engines.
         """
+        return [await asyncio.shield(task) for task in (await self._recover()).values()]
+
+    async def _recover(self) -> dict[str, asyncio.Task[FleetResult]]:
+        """Begin to bring to an end what another coordinator had begun; return the tasks that do it, by operation. They
+        hold the locks of their engines before anybody else has asked one."""
         async with self._recovering:
-            if self._recovered:
-                return []
-            left = (await self._keeper.load()).running
-            results = []
-            for operation_id, running in left.items():
+            if self._left is None:
+                self._left = dict((await self._keeper.load()).running)
+        for operation_id, running in self._left.items():
+            if operation_id not in self._recoveries:  # else it goes on
                 asked = running.wanted.asked().resolved(DEFAULT_TIMEOUT_S)
                 operation = FleetOperation.left(operation_id, running, asked)
-                results.append(await self._concluded(operation, self._carry_on(operation, running)))
-            self._recovered = True
-            return results
+                work = self._concluded(operation, self._carry_on(operation, running))
+                operation.task = self._recoveries[operation_id] = asyncio.create_task(work)
+                operation.task.add_done_callback(partial(self._recovered, operation_id))
+        return dict(self._recoveries)
+
+    def _recovered(self, operation_id: str, task: asyncio.Task[FleetResult]) -> None:
+        """Take note that a task has ended; what it could not do is tried again."""
+        del self._recoveries[operation_id]
+        if self._left is not None and not task.cancelled() and task.exception() is None:
+            del self._left[operation_id]
 
     async def reconcile(self) -> list[EngineResult]:
         """Bring engines that are not what is wanted to it, once; return what was done, and what could not be."""
-        await self.recover()
+        await self._recover()
         return await self._reconciler.once()
 
     async def keep(self, interval_s: float = 5.0) -> None:
@@ -241,7 +253,7 @@ class AsyncFleet:
         if ended is not None and ended.success:
             return ended
         operation = self._operations.get(named)
-        if operation is None:
+        if operation is None or named in self._recoveries:
             operation = FleetOperation.of(asked, named, self._coordinator.name)
             self.start(operation)
         assert operation.task is not None
@@ -261,7 +273,7 @@ class AsyncFleet:
         if record.known(operation_id) is None and operation_id not in record.running:
             self._results.pop(operation_id, None)  # of an id that is not kept any more
         running = self._operations.get(operation_id)
-        if running is not None and running.request.digest() != asked.digest():
+        if running is not None and running.digest != asked.digest():
             first = f"{running.request.operation} {operation_id}"
         if first:
             raise reused(name, first, noun)
@@ -287,7 +299,9 @@ class AsyncFleet:
             self._operations.pop(operation.id, None)
 
     async def _perform(self, operation: FleetOperation) -> FleetResult:
-        await self.recover()
+        if (left := (await self._recover()).get(operation.id)) is not None:
+            await asyncio.shield(left)
+            self._operations[operation.id] = operation  # in place of the one that has ended
         return self._results.get(operation.id) or await self._selected(operation)
 
     async def _selected(self, operation: FleetOperation) -> FleetResult:
@@ -346,17 +360,18 @@ class AsyncFleet:
 
     async def _carry_on(self, operation: FleetOperation, left: Running) -> FleetResult:
         """Bring an operation of another coordinator to its end."""
-        for name, prepared in left.engines.items():
-            member = await self.roster.find(name, prepared.url)
-            part = Part(member, self.roster.connection(member))
-            part.operation_id, part.tags = prepared.operation_id, prepared.tags
-            operation.parts.append(part)
-        execution = self._execution(operation)
-        end = {"preparing": execution.abandon, "committing": execution.commit, "rolling_back": execution.undo}
-        async with self.around(operation):
-            await end[left.stage]()
-            gone = operation.how == "aborted"  # nothing was done: a repeat does it
-            result = self._finish(operation, operation.cause if gone else "", remembered=not gone)
+        async with self._locks.held({*left.engines, *(gpu for each in left.engines.values() for gpu in each.gpus)}):
+            for name, prepared in left.engines.items():
+                member = await self.roster.find(name, prepared.url)
+                part = Part(member, self.roster.connection(member))
+                part.operation_id, part.tags = prepared.operation_id, prepared.tags
+                operation.parts.append(part)
+            execution = self._execution(operation)
+            end = {"preparing": execution.abandon, "committing": execution.commit, "rolling_back": execution.undo}
+            async with self.around(operation):
+                await end[left.stage]()
+                gone = operation.how == "aborted"  # nothing was done: a repeat does it
+                result = self._finish(operation, operation.cause if gone else "", remembered=not gone)
         logger.warning("operation %s, which another coordinator had begun: %s", operation.id, result.message)
         return result
 

@@ -76,7 +76,9 @@ class Observer:
                 for name in near & self.members.keys()
                 if name in named or name not in self._late  # whom somebody waits for is asked anew
             }
-            await self._until_answered(looks)
+            await self._roster.until_answered((self.members[name], look) for name, look in looks.items())
+            self._late.update({name: look for name, look in looks.items() if not look.done()})
+            await asyncio.gather(*(look for look in looks.values() if look.done()))
         except (MembershipError, RecordError) as error:
             self._complain(str(error))
             return
@@ -103,15 +105,6 @@ class Observer:
         while True:
             await self.look()
             await asyncio.sleep(max(INTERVAL_S, (SHARE - 1) * self._took_s))
-
-    async def _until_answered(self, looks: dict[str, asyncio.Task[None]]) -> None:
-        """Wait for looks until only silent engines are left, whose looks go on."""
-        while waits := {name: look for name, look in looks.items() if not look.done()}:
-            if waits.keys() <= self.silence().keys():
-                self._late.update(waits)
-                break
-            await asyncio.wait(waits.values(), timeout=GLANCE_S / 4)
-        await asyncio.gather(*(look for name, look in looks.items() if name not in waits))
 
     async def _see(self, member: Member, wanted: tuple[Wanted, ...], began: float) -> None:
         """Look at one engine; of two looks, that which began later counts."""

@@ -10,7 +10,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from memsaver_core.contract.errors import LeaseEndedError, TooLateToCancelError
-from memsaver_core.contract.requests import AskedOfFleet, FleetRelease
+from memsaver_core.contract.requests import Asked, AskedOfFleet, FleetRelease
 from memsaver_server import clock
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.record import Known, Outcome, Running, Wanted
@@ -120,6 +120,9 @@ class FleetOperation(Operation):
     def result(self) -> FleetResult | None:
         """What became of every engine; None while it runs, or if it could not be begun."""
         return self.report if isinstance(self.report, FleetResult) else None
+
+    def join(self, request: Asked) -> bool:
+        return not self.given_up.is_set() and super().join(request)
 
     def answers(self, asked: AskedOfFleet) -> bool:
         """Whether a call under its id gets its result: one of the same request, as long as the id is kept."""

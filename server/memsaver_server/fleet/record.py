@@ -87,13 +87,18 @@ class Known(BaseModel):
 
 
 class Prepared(BaseModel):
-    """What one engine has prepared: its own operation, empty until it is known, and the tags that this moves."""
+    """What one engine has prepared: its own operation, empty until it is known, and the tags that this moves.
+
+    Attributes:
+        gpus: the UUIDs of those that it uses.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     url: str
     operation_id: str = ""
     tags: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
 
 
 class Running(BaseModel):

@@ -98,9 +98,10 @@ class FleetStatus(Model):
 class FleetEvent(Model):
     """One event of ``watch``.
 
-    ``event`` is ``joined``, ``left``, ``state`` (an engine's state changed), ``dead``, ``back``, ``progress`` (an
-    operation's on one engine), ``operation`` (the fleet's: stage changed), ``result`` (it ended), ``reconciled``,
-    or ``error`` (the members cannot be read). ``engine`` is the engine's name, or empty.
+    ``event`` is ``joined``, ``left``, ``state`` (an engine's state changed), ``silent`` (it gives no answer yet),
+    ``dead``, ``back``, ``progress`` (an operation's on one engine), ``operation`` (the fleet's: stage changed),
+    ``result`` (it ended), ``reconciled``, or ``error`` (the members cannot be read). ``engine`` is the engine's name,
+    or empty.
     """
 
     at: float
