@@ -361,7 +361,7 @@ class Turns:
         if not models:
             raise NoTurnError("no engine of the fleet is known; are its members listed, and can the list be read?")
         if model not in models:
-            raise UnknownModelError(model, models)
+            raise UnknownModelError.of(model, models)
         return models[model]
 
     def _awake_s(self, slot: Slot) -> float:
