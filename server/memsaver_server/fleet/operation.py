@@ -127,7 +127,12 @@ class FleetOperation(Operation):
     def answers(self, asked: AskedOfFleet) -> bool:
         """Whether a call under its id gets its result: one of the same request, as long as the id is kept."""
         kept = self.finished_at is None or self.finished_at > time.time() - KEPT_S
-        return kept and self.answers_repeats and self.request.digest() == asked.digest()
+        return kept and self.answers_repeats and self.digest == asked.digest()
+
+    async def outcome(self) -> FleetResult:
+        """Wait for its end; return its result, or raise why it could not be begun. Its callers may be cancelled."""
+        assert self.task is not None
+        return await asyncio.shield(self.task)
 
     def known(self, outcome: Outcome) -> Known:
         """Return what the record keeps of its id."""
