@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import ssl
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -92,13 +93,16 @@ class Roster:
         each = [asked[member.name] for member in self.one_each(part.member for part in asked.values())]
         return [part for part in each if selector.matches(part.member) or self._is_unknown(part, selector)]
 
-    def asking(self, member: Member, max_age_s: float) -> asyncio.Task[Part]:
-        """Return the task that asks a member, or has asked it at most ``max_age_s`` seconds before this call: all who
-        watch the fleet share it, for reading alone."""
+    def asking(self, member: Member, max_age_s: float = 0.0, *, anew: bool = False) -> tuple[float, asyncio.Task[Part]]:
+        """Return when a member was asked, and the task that does. All who look at the fleet share them, for reading
+        alone: one that began at most ``max_age_s`` seconds before this call, or unless ``anew`` that of a silent one.
+        """
         key, now = _key(member), clock.monotonic()
-        if (last := self._asks.get(key)) is None or (last[1].done() and last[0] < now - max_age_s):
-            last = self._asks[key] = now, asyncio.create_task(self.asked(member))
-        return last[1]
+        at, ask = self._asks.get(key, (-math.inf, None))
+        waits = ask is not None and not ask.done() and not anew and self.connection(member).silent_s
+        if ask is None or (at < now - max_age_s and not waits):
+            at, ask = self._asks[key] = now, asyncio.create_task(self.asked(member))
+        return at, ask
 
     async def until_answered(self, calls: Iterable[tuple[Member, asyncio.Task[Any]]]) -> None:
         """Wait until each of these calls of engines has ended, or its engine is silent."""
