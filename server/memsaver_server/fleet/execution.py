@@ -261,19 +261,12 @@ class Execution:
 
     def _wishes_for_the_rest(self) -> list[Wanted]:
         """Return what a reconciler is to do on engines that could not be undone, or do not answer."""
-        wish, verb = self._wish, self._request.operation
-        state = STATES[OPPOSITE[verb]]
+        verb = self._request.operation
+        back = self._wish.model_copy(update={"state": STATES[OPPOSITE[verb]], "options": {}, "until_asked": False})
+        strays = [part for part in self._parts if part.tags and part.is_stray(verb)]
         return [
-            Wanted(
-                selector=Selector(names=(part.member.name,)),
-                state=state,
-                tags=part.tags,
-                operation_id=wish.operation_id,
-                client=wish.client,
-                at=wish.at,
-            )
-            for part in self._parts
-            if part.tags and part.is_stray(verb)
+            back.model_copy(update={"selector": Selector(names=(part.member.name,)), "tags": part.tags})
+            for part in strays
         ]
 
     # -- the record ----------------------------------------------------------------------------------------------------

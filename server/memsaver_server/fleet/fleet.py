@@ -45,7 +45,6 @@ from memsaver_server.fleet.results import (
     FleetStatus,
 )
 from memsaver_server.fleet.roster import Roster
-from memsaver_server.fleet.status import common_state, engine_status
 from memsaver_server.fleet.watching import Hub
 from memsaver_server.operation.history import History, reused
 from memsaver_server.wrong_fields import wrong_fields
@@ -170,8 +169,7 @@ class AsyncFleet:
         """Return what every selected engine is now, those that do not answer included."""
         parts = await self.roster.parts(selector or Selector())
         wanted = await self.wanted()
-        engines = [engine_status(part.member, part.before, str(part.failure or ""), wanted) for part in parts]
-        return FleetStatus(state=common_state(engines), engines=engines, wanted=list(wanted), progress=self.progress)
+        return FleetStatus.of([part.status(wanted) for part in parts], wanted, self.progress)
 
     @property
     def progress(self) -> FleetProgress | None:

@@ -16,7 +16,6 @@ from memsaver_server.fleet.members import Member, MembershipError
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.record import RecordError, Wanted
 from memsaver_server.fleet.results import EngineStatus, FleetStatus
-from memsaver_server.fleet.status import common_state, engine_status
 
 logger = logging.getLogger("memsaver")
 
@@ -110,9 +109,9 @@ class Observer:
         """Note what a look at one engine has found, if no other has that began later."""
         if not ask.cancelled():
             part = ask.result()
-            name, engine = part.member.name, engine_status(part.member, part.before, str(part.failure or ""), wanted)
+            name = part.member.name
             if name not in self._engines or self._engines[name][0] <= at:
-                self._engines[name] = at, engine
+                self._engines[name] = at, part.status(wanted)
 
     def _late(self, at: float, ask: asyncio.Task[Part]) -> None:
         self._take(self.status.wanted, at, ask)
@@ -125,12 +124,10 @@ class Observer:
         engines = [
             self._engines[each.name][1]
             if each.name in self._engines
-            else engine_status(each, None, "it has not answered yet")
+            else EngineStatus.of(each, None, "it has not answered yet")
             for each in self._roster.one_each(self.members.values())
         ]
-        self.status = FleetStatus(
-            state=common_state(engines), engines=engines, wanted=list(wanted), progress=self._fleet.progress
-        )
+        self.status = FleetStatus.of(engines, wanted, self._fleet.progress)
         self._seen(self.status)
 
     def _near(self, names: set[str]) -> set[str]:

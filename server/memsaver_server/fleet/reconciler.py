@@ -12,10 +12,9 @@ from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import Member, MembershipError
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.record import VERBS, Keeper, RecordError, Wanted
+from memsaver_server.fleet.record import VERBS, Keeper, RecordError, Wanted, wishes_for
 from memsaver_server.fleet.results import EngineResult, FleetResult
 from memsaver_server.fleet.roster import Roster
-from memsaver_server.fleet.status import wishes_for
 from memsaver_server.fleet.watching import Hub
 
 logger = logging.getLogger("memsaver")

@@ -10,8 +10,8 @@ from typing import Any
 
 from memsaver_server.fleet.connection import EngineFailure
 from memsaver_server.fleet.members import Member, MembershipError
-from memsaver_server.fleet.parts import Part, state_of
-from memsaver_server.fleet.results import FleetEvent
+from memsaver_server.fleet.parts import Part
+from memsaver_server.fleet.results import FleetEvent, state_of
 from memsaver_server.fleet.roster import Roster
 
 #: Events that wait for one watcher; a slower one loses the oldest.

@@ -20,12 +20,12 @@ from memsaver_server.fleet.ray.record import RayRecord
 from memsaver_server.fleet.ray.registry import coordinator_name
 from memsaver_server.fleet.results import (
     EngineResult,
+    EngineStatus,
     FleetEvent,
     FleetProgress,
     FleetResult,
     FleetStatus,
 )
-from memsaver_server.fleet.status import engine_status
 
 
 class Coordinator:
@@ -53,7 +53,7 @@ class Coordinator:
     async def status(self, selector: Selector | None) -> FleetStatus:
         status = await self._fleet.status(selector)
         dead = [
-            engine_status(death.member, None, f"its actor died: {death.cause}")
+            EngineStatus.of(death.member, None, f"its actor died: {death.cause}")
             for death in self._membership.deaths(selector)
         ]
         return status.model_copy(update={"engines": [*status.engines, *dead]})

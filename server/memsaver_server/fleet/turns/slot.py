@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from memsaver_server import clock
-from memsaver_server.fleet.record import Wanted
+from memsaver_server.fleet.record import Wanted, wishes_for
 from memsaver_server.fleet.results import EngineStatus
-from memsaver_server.fleet.status import wishes_for
 
 #: ``awake``: it accepts requests; ``asleep``: released, a request may wake it; ``kept``: released by a caller, who will
 #: resume it; ``closed``: it accepts none for another reason, e.g. paused; ``dead``: no answer, or failed.
