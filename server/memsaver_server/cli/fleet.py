@@ -58,7 +58,6 @@ class Engines(Selector, Members):
     )
 
     def selector(self) -> requests.Selector:
-        """Return which engines these are."""
         from memsaver_core.contract import requests
 
         given = self.given()
@@ -156,7 +155,6 @@ def _given_up(coordinator: Fleet, operation_id: str) -> FleetResult:
 
 
 def _line(event: FleetEvent) -> str:
-    """Return an event as one line."""
     about = {key: value for key, value in event.data.items() if value not in (None, "", [], {})}
     if event.event in ("operation", "result"):
         about = {key: about.get(key) for key in ("operation", "operation_id", "stage", "message") if key in about}

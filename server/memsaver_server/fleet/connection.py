@@ -106,7 +106,6 @@ class Connection:
         return now
 
     async def operation(self, operation_id: str) -> OperationStatusAnswer:
-        """Return the status of one of its operations."""
         return await self._ask(partial(self._client.operation, operation_id))
 
     async def plan(self, verb: Verb, tags: Sequence[str] | None) -> PlanAnswer:
@@ -179,7 +178,6 @@ class Connection:
         return answer.done()
 
     def _result(self, answer: asyncio.Future[_T]) -> _T:
-        """Return the answer of a call that has ended."""
         try:
             return answer.result()
         except AnswerError as error:

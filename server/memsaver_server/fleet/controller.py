@@ -286,7 +286,6 @@ class FleetController:
                 await self._observer.look(names)
 
     def _record(self, operation: FleetOperation) -> None:
-        """Count and log an operation that has ended."""
         error, result = _public(operation.error), operation.result
         outcome = getattr(error, "kind", "internal_error")
         if result is not None:

@@ -247,7 +247,6 @@ class AsyncFleet:
         await self.close()
 
     async def run(self, asked: AskedOfFleet) -> FleetResult:
-        """As ``release`` and ``resume``."""
         asked = asked.resolved(DEFAULT_TIMEOUT_S)
         named = asked.operation_id or ""
         await self.check(asked, named, f"operation_id {named!r}", "id")
@@ -280,7 +279,6 @@ class AsyncFleet:
         return known
 
     def start(self, operation: FleetOperation) -> FleetOperation:
-        """Begin an operation, in a separate task; return it."""
         self.history.add(operation)
         operation.task = asyncio.create_task(self._concluded(operation, self._perform(operation)))
         return operation
@@ -363,7 +361,6 @@ class AsyncFleet:
         return Execution(operation, self._keeper, self._lease_s, self._silence_s, self._report)
 
     async def _carry_on(self, operation: FleetOperation, left: Running) -> FleetResult:
-        """Bring an operation of another coordinator to its end."""
         async with self._locks.held({*left.engines, *(gpu for each in left.engines.values() for gpu in each.gpus)}):
             for name, prepared in left.engines.items():
                 member = await self.roster.find(name, prepared.url)

@@ -32,7 +32,6 @@ class FleetMetrics:
         self._registry = Registry(self._collect)
 
     def scrape(self) -> bytes:
-        """Return the exposition text."""
         return generate_latest(self._registry)
 
     def _collect(self) -> Iterator[Metric]:

@@ -100,7 +100,6 @@ class Observer:
         return {name: seconds for name, seconds in silent.items() if seconds}
 
     async def keep(self) -> None:
-        """Look for ever."""
         while True:
             await self.look()
             await asyncio.sleep(max(INTERVAL_S, (SHARE - 1) * self._took_s))

@@ -85,7 +85,6 @@ class FleetOperation(Operation):
     def of(
         cls, asked: AskedOfFleet, operation_id: str = "", client: str = "", origin: Origin = "caller", cause: str = ""
     ) -> FleetOperation:
-        """Return a new operation."""
         named = operation_id or uuid.uuid4().hex[:12]
         until_asked = origin == "turns" or (isinstance(asked, FleetRelease) and asked.wake_on_request)
         operation = cls(
@@ -112,7 +111,6 @@ class FleetOperation(Operation):
 
     @property
     def asked(self) -> AskedOfFleet:
-        """The request."""
         assert isinstance(self.request, AskedOfFleet)
         return self.request
 
@@ -157,7 +155,6 @@ class FleetOperation(Operation):
         }
 
     def go(self, event: str) -> None:
-        """Go to the table's next state."""
         with self.changed:
             self.advance(event)
 
@@ -180,7 +177,6 @@ class FleetOperation(Operation):
         return about
 
     def progress_now(self) -> FleetProgress:
-        """Return how far it is."""
         return FleetProgress(
             operation=self.request.operation,
             operation_id=self.id,

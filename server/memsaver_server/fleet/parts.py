@@ -93,11 +93,9 @@ class Part:
             self.fail("asking", EngineFailure("changed", "the operation had ended before, and was undone since"))
 
     def ended(self) -> None:
-        """Note how long its part took."""
         self.seconds = clock.monotonic() - self._began
 
     async def look(self) -> None:
-        """Ask the engine what it holds now."""
         try:
             self.after = await self.connection.occupation()
         except EngineFailure as failure:
@@ -133,7 +131,6 @@ class Part:
         return tuple(tag.tag for tag in self.after.tags if tag.content == "lost") if self.after else ()
 
     def status(self, wanted: Iterable[Wanted]) -> EngineStatus:
-        """Return what the engine is now, as it said."""
         return EngineStatus.of(self.member, self.before, self.failure, wanted)
 
     def result(self, *, undone: bool) -> EngineResult:

@@ -274,7 +274,6 @@ class Keeper:
             return content
 
     async def running(self, operation_id: str, running: Running) -> None:
-        """Note how far an operation is."""
         await self._change(
             lambda content: content.model_copy(update={"running": {**content.running, operation_id: running}})
         )

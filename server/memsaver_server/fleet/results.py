@@ -83,7 +83,6 @@ class EngineStatus(MemberRow):
     def of(
         cls, member: Member, occupation: OccupationAnswer | None, error: object, wanted: Iterable[Wanted] = ()
     ) -> EngineStatus:
-        """Return the status of one engine; ``error`` is why it does not answer, if it does not."""
         wishes = {wish.state for wish in wishes_for(member, wanted).values()}
         return cls(
             **{name: getattr(member, name) for name in MemberRow.model_fields if name != "alive"},
@@ -117,7 +116,6 @@ class FleetStatus(Model):
 
     @classmethod
     def of(cls, engines: list[EngineStatus], wanted: Iterable[Wanted], progress: FleetProgress | None) -> FleetStatus:
-        """Return the status of a fleet of ``engines``."""
         states = {engine.state for engine in engines if engine.alive}
         state = states.pop() if len(states) == 1 else "mixed" if states else ""
         return cls(state=state, engines=engines, wanted=list(wanted), progress=progress)

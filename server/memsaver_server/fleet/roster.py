@@ -116,7 +116,6 @@ class Roster:
         return listed[name] if name in listed and listed[name].url == url else Member(name, url)
 
     def connection(self, member: Member) -> Connection:
-        """Return the connection to a member, which is kept."""
         key = _key(member)
         if key not in self._connections:
             self._connections[key] = Connection(
@@ -125,7 +124,6 @@ class Roster:
         return self._connections[key]
 
     async def asked(self, member: Member) -> Part:
-        """Return a part for one member, after asking it."""
         part = Part(member, self.connection(member))
         await self.ask(part)
         return part

@@ -30,7 +30,6 @@ class Hub:
             watcher.put(event, engine, **data)
 
     async def watch(self, roster: Roster, interval_s: float) -> AsyncIterator[FleetEvent]:
-        """See ``AsyncFleet.watch``."""
         watcher = _Watcher(roster)
         self._watchers.add(watcher)
         looking = asyncio.create_task(watcher.look(interval_s))

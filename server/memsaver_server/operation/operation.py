@@ -144,7 +144,6 @@ class Operation:
 
     @property
     def phase(self) -> str:
-        """The phase that runs now, or an empty string."""
         return self.log.now if self.is_running else ""
 
     @property
@@ -154,7 +153,6 @@ class Operation:
 
     @property
     def phases(self) -> tuple[PhaseReport, ...]:
-        """The phases that have ended."""
         return self.log.phases if self.report is None else self.report.phases
 
     @property

@@ -39,7 +39,6 @@ _Abort = Annotated[Abort, Depends(fields_of(Abort))]
 
 
 def router(models: Models) -> APIRouter:
-    """Return the routes."""
     routes = APIRouter(tags=["operations"], dependencies=[Depends(guard)])
 
     @routes.get("/operations", response_model=models.operations, responses=failures(only=REFUSED))
@@ -110,5 +109,4 @@ async def _events(controller: Controller[Any], operation: Operation) -> AsyncIte
 
 
 def event(name: str, data: Any) -> str:
-    """Return a server-sent event."""
     return f"event: {name}\ndata: {json.dumps(data)}\n\n"

@@ -13,7 +13,6 @@ class UnknownModelError(MemsaverError, kind="model_not_found", status=404):
 
     @classmethod
     def of(cls, model: str, models: Iterable[str]) -> UnknownModelError:
-        """Return the error with its message."""
         known = ", ".join(sorted(map(repr, models))) or "none"
         return cls(f"no engine of the fleet serves {model!r}; the models are {known}")
 

@@ -53,12 +53,10 @@ class Slot:
         return self.state == "awake" and not self.moving
 
     def woken(self) -> None:
-        """Note that it was resumed."""
         self.state, self.extra, self.not_before = "awake", 0, 0.0
         self.awake_since = self.last_used = clock.monotonic()
 
     def update(self, status: EngineStatus, wanted: Sequence[Wanted]) -> None:
-        """Take note of what the engine said."""
         self.url, self.model, self.gpus = status.url, status.model, status.gpus
         now = status.occupation
         self.free = {}
