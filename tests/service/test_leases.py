@@ -14,6 +14,7 @@ import memsaver_core as ms
 from memsaver_core._native import Saver as Driver
 from memsaver_core.contract.reports import PreparedAnswer
 from memsaver_core.contract.status import HostBackupStatus
+from memsaver_core.ranks import plans
 from memsaver_server import attach
 from memsaver_server.client import Client, ConflictError
 from tests.waiting import wait_until
@@ -372,3 +373,11 @@ def test_who_may_only_read_forces_nothing(serve: Callable[..., httpx.Client]) ->
     reader = {"Authorization": "Bearer reader"}
     assert http.post(f"/operations/{found}/abort", json={"force": True}, headers=reader).status_code == 403
     http.post(f"/operations/{found}/abort", headers=owner).raise_for_status()
+
+
+def test_a_release_that_is_prepared_is_planned_once(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[object] = []
+    rooms = plans.backup_rooms
+    monkeypatch.setattr(plans, "backup_rooms", lambda *given: planned.append(given) or rooms(*given))
+    prepare(http)
+    assert len(planned) == 1

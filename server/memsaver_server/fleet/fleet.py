@@ -86,12 +86,12 @@ class AsyncFleet:
     ) -> None:
         self.membership = membership
         name = name or f"{socket.gethostname()}:{os.getpid()}"
-        self._coordinator = Coordinator(f"memsaver-coordinator {name}")
+        verify = ssl.create_default_context() if verify is True else verify
+        self._coordinator = Coordinator(f"memsaver-coordinator {name}", api_key, silence_s, verify)
         self._lease_s = lease_s
-        self._silence_s = silence_s
         self._keeper = Keeper(record or MemoryRecord())
         self._locks = Locks()
-        self.roster = Roster(membership, self._locks, api_key, silence_s, verify, self._coordinator)
+        self.roster = Roster(membership, self._locks, self._coordinator)
         self._hub = Hub()
         self.history: History[FleetOperation] = History(_HISTORY)
         #: Called with each operation that has ended.
@@ -358,7 +358,7 @@ class AsyncFleet:
         return self._finish(operation, "it was cancelled" if cancelled else "")
 
     def _execution(self, operation: FleetOperation) -> Execution:
-        return Execution(operation, self._keeper, self._lease_s, self._silence_s, self._report)
+        return Execution(operation, self._keeper, self._lease_s, self._coordinator.silence_s, self._report)
 
     async def _carry_on(self, operation: FleetOperation, left: Running) -> FleetResult:
         async with self._locks.held({*left.engines, *(gpu for each in left.engines.values() for gpu in each.gpus)}):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import ssl
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,9 +17,6 @@ from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import Member, Membership
 from memsaver_server.fleet.parts import Part
 
-#: Calls of those that engines answer at once that are in flight at a time.
-SHORT_CALLS = 64
-
 #: How long two addresses count as one engine's before they are asked again, seconds.
 KNOWN_S = 60.0
 
@@ -31,23 +27,10 @@ _Key = tuple[str, str, str | None]
 class Roster:
     """Use it in one event loop. Its methods raise MembershipError."""
 
-    def __init__(
-        self,
-        membership: Membership,
-        locks: Locks,
-        api_key: str | None,
-        silence_s: float,
-        verify: ssl.SSLContext | bool,
-        coordinator: Coordinator,
-    ) -> None:
+    def __init__(self, membership: Membership, locks: Locks, coordinator: Coordinator) -> None:
         self.membership = membership
         self._coordinator = coordinator
         self._locks = locks
-        self._api_key = api_key
-        self._silence_s = silence_s
-        # One for all: making one takes longer than a call.
-        self._verify = ssl.create_default_context() if verify is True else verify
-        self._turns = asyncio.Semaphore(SHORT_CALLS)
         self._connections: dict[_Key, Connection] = {}
         self._asks: dict[_Key, tuple[float, asyncio.Task[Part]]] = {}  # those of ``asking``, and when they began
         self._ids: dict[str, tuple[str, str, float]] = {}  # of members: address, id of the engine, until when
@@ -118,9 +101,7 @@ class Roster:
     def connection(self, member: Member) -> Connection:
         key = _key(member)
         if key not in self._connections:
-            self._connections[key] = Connection(
-                member, self._api_key, self._silence_s, self._verify, self._turns, self._coordinator
-            )
+            self._connections[key] = Connection(member, self._coordinator)
         return self._connections[key]
 
     async def asked(self, member: Member) -> Part:

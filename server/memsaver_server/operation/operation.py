@@ -386,7 +386,7 @@ class Operation:
         """Return it as it answers repeats after it is forgotten: without phases, and figures by tag and device."""
         kept = copy(self)
         kept.memory, kept.log = None, PhaseLog(tuple)
-        if self.error is not None:  # what led to it has tracebacks of its own
+        if self.error is not None:  # what led to it has tracebacks, too
             self.error.__context__ = self.error.__cause__ = None
         if self.report is not None:
             kept.report = self.report.model_copy(update={"tags": (), "phases": (), "devices": ()})
