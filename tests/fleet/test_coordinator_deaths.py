@@ -201,9 +201,9 @@ def test_an_undo_that_another_coordinator_had_begun_is_followed(coordinate: Call
 
     known = undos()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(coordinate(record=record).release, timeout_s=7)
+        first = pool.submit(coordinate(record=record, silence_s=3600).release, timeout_s=7)
         wait_until(lambda: memory.reached.get("resume", 0) > before)
-        second = pool.submit(coordinate(record=record).recover)
+        second = pool.submit(coordinate(record=record, silence_s=3600).recover)
         wait_until(lambda: second.done() or undos() == known + 2)
         memory.heal()
         assert [each.rolled_back for each in (first.result(), *second.result())] == [True, True]
