@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from typing_extensions import dataclass_transform
+
 #: Seconds after which a caller may retry what failed for lack of memory, or because another operation was running.
 RETRY_AFTER_S = 1
 
 
+@dataclass_transform(eq_default=False, field_specifiers=(field,))
 @dataclass(eq=False, repr=False)
 class MemsaverError(RuntimeError):
-    """Base of every error that memsaver raises. The fields after ``message`` are figures and names beside it."""
+    """Base of every error that memsaver raises, each a dataclass: fields after ``message`` are figures and names."""
 
     kind: ClassVar[str] = "error"  # one word for programs and metrics
     status: ClassVar[int] = 500  # HTTP status of an answer that reports it
@@ -29,10 +32,9 @@ class MemsaverError(RuntimeError):
         cls, kind: str | None = None, status: int | None = None, retry_after_s: int | None = None
     ) -> None:
         """What a class does not give, it has from its base."""
-        given = {"kind": kind, "status": status, "retry_after_s": retry_after_s}
-        for name, value in given.items():
-            if value is not None:
-                setattr(cls, name, value)
+        cls.kind, cls.status = kind or cls.kind, status or cls.status
+        cls.retry_after_s = retry_after_s or cls.retry_after_s
+        dataclass(eq=False, repr=False)(cls)
 
     def __post_init__(self, message: str) -> None:
         super().__init__(message)
@@ -50,7 +52,6 @@ class ConfigurationError(MemsaverError, ValueError, kind="bad_request", status=4
     """A setting or argument is invalid: the message names it and what it accepts."""
 
 
-@dataclass(eq=False, repr=False)
 class UnknownTagError(MemsaverError, LookupError, kind="unknown_tag", status=400):
     """No region has used the tags ``unknown``; the tags that exist are ``known``."""
 
@@ -68,7 +69,6 @@ class UnknownTagError(MemsaverError, LookupError, kind="unknown_tag", status=400
         )
 
 
-@dataclass(eq=False, repr=False)
 class OutOfDeviceMemoryError(MemsaverError, kind="out_of_device_memory", status=503, retry_after_s=RETRY_AFTER_S):
     """The device has too little free memory. What was released stays released, and the call can be repeated."""
 
@@ -77,7 +77,6 @@ class OutOfDeviceMemoryError(MemsaverError, kind="out_of_device_memory", status=
     device: int = field(default=-1, metadata={"answered": False})  # its index, which answers do not show
 
 
-@dataclass(eq=False, repr=False)
 class OutOfHostMemoryError(MemsaverError, kind="out_of_host_memory", status=507):
     """Host memory for a backup is short. Nothing was unmapped."""
 
@@ -89,7 +88,6 @@ class DiskFullError(OutOfHostMemoryError, kind="disk_full"):
     """The file system for backups is too small. Nothing was unmapped."""
 
 
-@dataclass(eq=False, repr=False)
 class DriverError(MemsaverError, kind="driver_error"):
     """A driver call failed."""
 
@@ -103,7 +101,6 @@ class ContextLostError(DriverError, kind="context_lost"):
     """The device context is lost (an illegal address, a hardware error). No call can succeed in this process."""
 
 
-@dataclass(eq=False, repr=False)
 class BackupError(MemsaverError, kind="backup_error"):
     """A backup cannot be restored: a file is missing or damaged, or content differs from its digest."""
 
@@ -158,21 +155,18 @@ class PauseEndedError(MemsaverError, kind="pause_ended", status=409):
     """Generation was continued while a pause still waited for requests in flight. It goes on."""
 
 
-@dataclass(eq=False, repr=False)
 class MemoryBusyError(MemsaverError, kind="memory_busy", status=504):
     """An operation or a weight update holds the memory in ``phase`` and did not end in time. Nothing was done."""
 
     phase: str = ""
 
 
-@dataclass(eq=False, repr=False)
 class NotEnoughToReleaseError(MemsaverError, kind="not_enough_to_release", status=400):
     """``at_least_bytes`` is more than the requested tags hold. Nothing was released."""
 
     held_bytes: int = 0
 
 
-@dataclass(eq=False, repr=False)
 class VerificationError(MemsaverError, kind="verification_failed"):
     """The tokens ``got`` after a resume are not those ``expected``. Memory is resident, admission closed."""
 
@@ -188,7 +182,6 @@ class VerificationUnavailableError(MemsaverError, kind="verification_unavailable
 # -- of operations --------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False, repr=False)
 class ConflictError(MemsaverError, kind="conflict", status=409, retry_after_s=RETRY_AFTER_S):
     """Another operation would undo the one that is requested, or is prepared and has to end first."""
 
@@ -202,14 +195,12 @@ class TooManyOperationsError(MemsaverError, kind="too_many_operations", status=5
     """The queue of operations is full."""
 
 
-@dataclass(eq=False, repr=False)
 class TooLateToCancelError(MemsaverError, kind="too_late", status=409):
     """The operation has ended, or is unmapping or mapping memory, which is not interrupted."""
 
     operation_id: str | None = None
 
 
-@dataclass(eq=False, repr=False)
 class LeaseEndedError(MemsaverError, kind="lease_ended", status=409):
     """An operation cannot be committed: it is not prepared any more, or not yet. Nothing was moved."""
 
@@ -221,14 +212,12 @@ class IdempotencyKeyError(MemsaverError, kind="idempotency_key_reused", status=4
     """The id or Idempotency-Key of a request was used before, for another request."""
 
 
-@dataclass(eq=False, repr=False)
 class OperationCancelledError(MemsaverError, kind="cancelled", status=409):
     """The operation was cancelled. Nothing was unmapped or mapped."""
 
     cancelled_by: str = ""
 
 
-@dataclass(eq=False, repr=False)
 class PhaseTimeoutError(MemsaverError, kind="phase_timeout", status=504):
     """An operation has made no progress in ``phase`` for too long, or cannot be interrupted in it. It continues."""
 
@@ -247,14 +236,12 @@ class BadRequestError(MemsaverError, kind="bad_request", status=400):
     """The request is malformed; the message says how."""
 
 
-@dataclass(eq=False, repr=False)
 class UnauthorizedError(MemsaverError, kind="unauthorized", status=401):
     """The key is missing or wrong; ``reason`` says which, in one word."""
 
     reason: str = ""
 
 
-@dataclass(eq=False, repr=False)
 class ForbiddenError(MemsaverError, kind="forbidden", status=403):
     """The caller may not do this, or a browser sent the request for another site; ``reason`` says why, in one word."""
 

@@ -26,8 +26,7 @@ def reserve(request: Tagged) -> None:
 
 def check_release(request: MemoryRequest) -> None:
     """As ``plan_release``; holds the disk space of the backups until the release, or ``give_back_reserved``."""
-    plan_release(request)
-    hold_disk(request)
+    plan_release(request, hold=True)
 
 
 def hold_disk(request: MemoryRequest) -> None:
@@ -37,9 +36,9 @@ def hold_disk(request: MemoryRequest) -> None:
     disk.hold(_to_fit(file.needed_bytes, 0))
 
 
-def plan_release(request: MemoryRequest, *, exact: bool = False) -> Plan:
-    """Return what a release would do; for ``exact`` see ``Prepare``. Raises ContextLostError, or OutOfHostMemoryError
-    or DiskFullError if the backups would not fit."""
+def plan_release(request: MemoryRequest, *, exact: bool = False, hold: bool = False) -> Plan:
+    """Return what a release would do; for ``exact`` see ``Prepare``, for ``hold`` ``hold_disk``. Raises
+    ContextLostError, or OutOfHostMemoryError or DiskFullError if the backups would not fit."""
     tags, status = _look(request.tags)
     host, file = backup_rooms([planned_release(tag, request) for tag in tags], status)
     needed = _to_fit(host.needed_bytes, 0 if exact else host.free_bytes)
@@ -52,6 +51,8 @@ def plan_release(request: MemoryRequest, *, exact: bool = False) -> Plan:
         )
     if (on_disk := _to_fit(file.needed_bytes, file.free_bytes)) > file.free_bytes:
         raise disk.full(on_disk, file.free_bytes)
+    if hold:
+        disk.hold(_to_fit(file.needed_bytes, 0))
     away = status.hibernated
     return Plan(
         host_bytes_needed=needed,

@@ -168,8 +168,9 @@ class Controller(Protocol[OperationT]):
             ConflictError: it was prepared under another key.
         """
 
-    async def cancel(self, operation: OperationT, by: str, key: str | None = None) -> None:
-        """Give an operation up that does not move memory yet; wait for its end. Idempotent. Raises as ``commit``."""
+    async def cancel(self, operation: OperationT, by: str, key: str | None = None, *, force: bool = False) -> None:
+        """Give an operation up that does not move memory yet; wait for its end. Idempotent. Raises as ``commit``,
+        unless ``force``."""
 
     def events(self, operation: OperationT) -> AsyncIterator[tuple[str, Any]]:
         """Yield the events of an operation, the last one ``done``."""

@@ -42,16 +42,19 @@ class Registry(CollectorRegistry):
 def caller_metrics(callers: CallerFigures) -> Iterator[Metric]:
     """Yield what a server counts of its callers, and of the lines that it could not log."""
     help_text = "Requests that were refused because of their caller, by reason."
-    family = CounterMetricFamily("memsaver_refused_requests", help_text, labels=["reason"])
-    yield filled(family, {(reason,): count for reason, count in sorted(callers.refused.items())})
+    yield counters("memsaver_refused_requests", help_text, ["reason"], callers.refused)
     help_text = "Connections that the service's own server ended, by reason."
-    ended = CounterMetricFamily("memsaver_ended_connections", help_text, labels=["reason"])
-    yield filled(ended, {(reason,): count for reason, count in sorted(callers.ended.items())})
+    yield counters("memsaver_ended_connections", help_text, ["reason"], callers.ended)
     now = {(state,): count for state, count in callers.open.items()}
     yield gauges("memsaver_connections", "Open connections of the service's own server.", ["state"], now)
     help_text = "Lines of logs and audit that could not be written in time, by output."
-    lost = CounterMetricFamily("memsaver_log_lines_dropped", help_text, labels=["output"])
-    yield filled(lost, {(output,): count for output, count in sorted(dropped.items())})
+    yield counters("memsaver_log_lines_dropped", help_text, ["output"], dropped)
+
+
+def counters(name: str, help_text: str, labels: list[str], counts: Mapping[Any, float]) -> Metric:
+    """Return counts by the value of a label, or by those of several, in order."""
+    values = {each if isinstance(each, tuple) else (each,): count for each, count in sorted(counts.items())}
+    return filled(CounterMetricFamily(name, help_text, labels=labels), values)
 
 
 def gauges(name: str, help_text: str, labels: list[str], values: Mapping[Any, float]) -> Metric:

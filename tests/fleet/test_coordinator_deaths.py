@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -186,3 +187,24 @@ def test_a_repeat_after_a_restart_acts_once(coordinate: Callable[..., Fleet], si
         coordinate(record=record).release(operation_id=mode, mode=mode)
         assert sites["b"].is_serving
         assert coordinate(record=record).resume().success
+
+
+def test_an_undo_that_another_coordinator_had_begun_is_followed(coordinate: Callable[..., Fleet], sites: Sites) -> None:
+    """It was refused, as the other coordinator's caller had another patience."""
+    record, memory = MemoryRecord(), sites["c"].engine.memory
+    sites["b"].engine.memory.fail("release", MemsaverError("no"))
+    memory.hold("resume")
+    before = memory.reached.get("resume", 0)
+
+    def undos() -> int:
+        return sum(each["operation"] == "resume" for each in sites["c"].http.get("/operations").json()["operations"])
+
+    known = undos()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(coordinate(record=record, silence_s=3600).release, timeout_s=7)
+        wait_until(lambda: memory.reached.get("resume", 0) > before)
+        second = pool.submit(coordinate(record=record, silence_s=3600).recover)
+        wait_until(lambda: second.done() or undos() == known + 2)
+        memory.heal()
+        assert [each.rolled_back for each in (first.result(), *second.result())] == [True, True]
+    assert all(site.is_serving for site in sites.values())

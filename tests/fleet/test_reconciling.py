@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NoReturn
@@ -29,6 +30,7 @@ from memsaver_server.fleet import (
     StaticMembership,
     Wanted,
 )
+from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.record import Prepared
 from tests.waiting import wait_until
 
@@ -385,3 +387,32 @@ def test_a_record_is_private(coordinate: Callable[..., Fleet], sites: Sites, tmp
     path.with_name("record.json.new").touch(0o644)  # which a crash left
     coordinate(record=FileRecord(path)).release()
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_another_verb_is_another_operation(sites: Sites, tmp_path: Path) -> None:
+    """What fails is tried again under its id; not so the opposite, nor what fails after the engine had left."""
+    path, b = tmp_path / "members.yaml", sites["b"]
+    ids: list[str] = []
+
+    def note(operation: FleetOperation) -> AbstractAsyncContextManager[None]:
+        if operation.origin == "reconciler":
+            ids.append(operation.id)
+        return nullcontext()
+
+    async def run() -> None:
+        async with AsyncFleet(listed(path, sites, "ab"), silence_s=SILENCE_S) as fleet:
+            fleet.around = note
+            for wanted, other in (("release", "resume"), ("resume", "release")):
+                assert (await getattr(fleet, wanted)(Selector(names=("b",)))).success
+                b.http.post(f"/{other}_memory_occupation").raise_for_status()
+                for _ in range(2):
+                    b.engine.memory.fail(wanted, MemsaverError("no"))
+                    assert [each.success for each in await fleet.reconcile()] == [False]
+            listed(path, sites, "a")
+            await fleet.reconcile()
+            listed(path, sites, "ab")
+            assert [each.success for each in await fleet.reconcile()] == [True]
+
+    asyncio.run(run())
+    assert (ids[0], ids[2]) == (ids[1], ids[3])
+    assert len(set(ids)) == 3

@@ -567,3 +567,25 @@ def test_the_command(sites: Sites, tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(600) == 0
     assert json.loads((tmp_path / "record.json").read_text())["wanted"][0]["state"] == "released"
+
+
+def test_a_call_does_not_join_what_was_given_up(sites: Sites) -> None:
+    members = [site.member for site in sites.values()]
+    with served(members, silence_s=36000) as fleet, sites["b"].engine.request(), ThreadPoolExecutor(1) as pool:
+        fleet.post("/release_memory_occupation", json={"async": True, "operation_id": "one"}).raise_for_status()
+        wait_until(lambda: fleet.get("/operations/one").json()["engines"].get("a") == "prepared")
+        sites["b"].wire.on("/abort", "delay", times=1)
+        cancelling = pool.submit(fleet.delete, "/operations/one")
+        wait_until(lambda: any("/abort" in request for request in sites["b"].wire.seen))
+        again = fleet.post("/release_memory_occupation", json={"async": True, "wait": True}).json()
+        sites["b"].wire.go_on()
+        assert cancelling.result().json()["status"] == "cancelled"
+        assert again["operation_id"] != "one"
+        fleet.delete(again["location"]).raise_for_status()
+
+
+def test_the_patience_is_an_option(tmp_path: Path) -> None:
+    members = tmp_path / "members.yaml"
+    members.write_text("[]")
+    ran = memsaver("fleet", "serve", "--members", str(members), "--silence", "4000", "--port", "0")
+    assert (ran.returncode, "silence_s is '4000.0'" in ran.stderr) == (1, True)

@@ -5,11 +5,23 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from typing import Literal
 
 import httpx
 import pytest
 
-from memsaver_server.fleet import AsyncFleet, StaticMembership
+from memsaver_core.contract.requests import FleetRelease
+from memsaver_server.fleet import (
+    AsyncFleet,
+    Fleet,
+    MemoryRecord,
+    RecordContent,
+    Running,
+    Selector,
+    StaticMembership,
+    Wanted,
+)
+from memsaver_server.fleet.record import Prepared
 from tests.waiting import wait_until
 
 from .conftest import Sites
@@ -91,5 +103,55 @@ def test_the_silent_keep_no_other_from_being_asked(sites: Sites) -> None:
             assert not any(task.done() for task in parts)
             for task in parts:
                 task.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_others_are_watched(sites: Sites) -> None:
+    """Their events had come once the patience with the silent one was at its end."""
+    sites["b"].wire.silence()
+    with Fleet(StaticMembership([site.member for site in sites.values()]), silence_s=SILENCE_S) as fleet:
+        events = fleet.watch(interval_s=0.05)
+        first = [next(events) for _ in range(6)]
+        assert [(each.engine, each.event) for each in first] == [
+            (name, event) for name in "abc" for event in ("joined", "silent" if name == "b" else "state")
+        ]
+        sites["a"].http.post("/release_memory_occupation").raise_for_status()
+        while (event := next(events)).event != "state":
+            assert event.engine == "a"
+        sites["b"].wire.drop_waiting()
+        sites["b"].wire.heal()
+        while (event := next(events)).event != "back":
+            assert event.engine == "a"
+        assert event.engine == "b"
+        events.close()
+
+
+def test_a_recovery_that_hangs_holds_up_no_other(sites: Sites) -> None:
+    asked = FleetRelease().resolved(60)
+
+    def left(name: str, stage: Literal["preparing", "committing"]) -> Running:
+        engines = {name: Prepared(url=sites[name].wire.url, operation_id="gone")}
+        return Running(stage=stage, wanted=Wanted.of(asked, name, "somebody", False), engines=engines)
+
+    async def run() -> None:
+        record = MemoryRecord()
+        await record.save(RecordContent(running={"one": left("b", "committing"), "two": left("c", "preparing")}))
+        sites["b"].wire.silence()
+        members = StaticMembership([site.member for site in sites.values()])
+        fleet = AsyncFleet(members, record=record, silence_s=SILENCE_S)
+        recovering = asyncio.create_task(fleet.recover())
+        assert (await fleet.release(Selector(names=("a", "c")))).success
+        assert list((await record.load()).running) == ["one"]
+        repeat = asyncio.create_task(fleet.release(Selector(names=("b",))))
+        await asyncio.sleep(0)
+        assert not recovering.done()
+        assert not repeat.done()
+        sites["b"].wire.drop_waiting()
+        sites["b"].wire.heal()
+        (result, *_) = await recovering
+        assert [engine.kind for engine in result.failed] == ["not_found"]
+        assert (await repeat).success
+        await fleet.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))

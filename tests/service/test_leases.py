@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +14,7 @@ import memsaver_core as ms
 from memsaver_core._native import Saver as Driver
 from memsaver_core.contract.reports import PreparedAnswer
 from memsaver_core.contract.status import HostBackupStatus
+from memsaver_core.ranks import plans
 from memsaver_server import attach
 from memsaver_server.client import Client, ConflictError
 from tests.waiting import wait_until
@@ -348,3 +350,34 @@ def test_the_clients(http: httpx.Client) -> None:
                 with pytest.raises(ConflictError, match=f"{mine} of all tags is prepared by .*memsaver-client"):
                     call(mine)
             assert another.abort(mine, key=client.key_of(mine)).status == "cancelled"
+
+
+def test_an_operator_aborts_what_another_has_prepared(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    """Its owner may have died with the key, and the lease may last an hour."""
+    caplog.set_level("INFO", "memsaver.audit")
+    owner, operator = {"Idempotency-Key": "mine", "User-Agent": "owner"}, {"User-Agent": "operator"}
+    found = http.post(RELEASE, json={"prepare": True, "lease_s": 3600}, headers=owner).json()["operation_id"]
+    check_refused(http.post(f"/operations/{found}/abort", headers=operator), "conflict", "by force")
+    forced = http.post(f"/operations/{found}/abort", json={"force": True}, headers=operator)
+    assert (forced.status_code, forced.json()["status"]) == (200, "cancelled")
+    check_refused(http.post(RELEASE, json={"commit": found}, headers=owner), "lease_ended", "operator")
+    wait_until(lambda: [record for record in caplog.records if found in record.getMessage()])
+    (line,) = (json.loads(record.getMessage()) for record in caplog.records if found in record.getMessage())
+    assert ("owner" in line["client"], "operator" in line["forced_by"]) == (True, True)
+
+
+def test_who_may_only_read_forces_nothing(serve: Callable[..., httpx.Client]) -> None:
+    http = serve(api_key="key", read_key="reader")
+    owner = {"Authorization": "Bearer key", "Idempotency-Key": "mine"}
+    found = http.post(RELEASE, json={"prepare": True}, headers=owner).json()["operation_id"]
+    reader = {"Authorization": "Bearer reader"}
+    assert http.post(f"/operations/{found}/abort", json={"force": True}, headers=reader).status_code == 403
+    http.post(f"/operations/{found}/abort", headers=owner).raise_for_status()
+
+
+def test_a_release_that_is_prepared_is_planned_once(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[object] = []
+    rooms = plans.backup_rooms
+    monkeypatch.setattr(plans, "backup_rooms", lambda *given: planned.append(given) or rooms(*given))
+    prepare(http)
+    assert len(planned) == 1

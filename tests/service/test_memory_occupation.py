@@ -297,3 +297,11 @@ def test_a_device_that_cannot_be_read_fails_nothing_that_is_done(http: httpx.Cli
     assert resumed.status_code == 200
     assert resumed.json()["devices"]
     assert tokens(http) == before
+
+
+def test_a_coordinator_is_known_by_its_whole_name(http: httpx.Client) -> None:
+    """One whose name begins with that of another was taken for it."""
+    http.get("/memory_occupation", headers={"Memsaver-Coordinator": "memsaver-coordinator a"}).raise_for_status()
+    for agent, holder in (("memsaver-coordinator ab", "memsaver-coordinator a"), ("memsaver-coordinator a", None)):
+        answer = http.post("/release_memory_occupation", headers={"User-Agent": agent}).json()
+        assert answer.get("coordinator") == holder

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from functools import partial
 
+from pydantic import SecretStr
 from starlette.types import Receive, Scope, Send
 
+from memsaver_server import Settings
+from memsaver_server.http.auth import kind_of
 from memsaver_server.http.fairness import REQUESTS_PER_ITERATION, FairnessMiddleware, FairQueue, Kind
 
 
@@ -68,7 +72,7 @@ def test_who_only_looks_goes_past() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             served.append(scope["method"])
 
-        asgi = FairnessMiddleware(app, FairQueue())
+        asgi = FairnessMiddleware(app, FairQueue(), partial(kind_of, Settings()))
 
         async def ask(method: str) -> None:
             await asgi({"type": "http", "method": method}, None, None)  # type: ignore[arg-type]
@@ -94,3 +98,24 @@ def test_callers_without_a_key_take_every_other_turn_at_most() -> None:
         assert max(number for number, kind in enumerate(order) if kind == "changes") < 25
 
     asyncio.run(crowd())
+
+
+def test_who_signs_is_not_behind_strangers() -> None:
+    """Signatures are checked with the body, after a request had its turn."""
+
+    async def requests() -> None:
+        served: list[bytes] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            served.append(scope["headers"][0][0] if scope["headers"] else b"")
+
+        asgi = FairnessMiddleware(app, FairQueue(), partial(kind_of, Settings(api_key=SecretStr("key"))))
+
+        async def ask(*headers: tuple[bytes, bytes]) -> None:
+            await asgi({"type": "http", "method": "POST", "headers": headers}, None, None)  # type: ignore[arg-type]
+
+        signature = b"x-trtllm-runtime-control-auth"
+        await asyncio.gather(*(ask() for _ in range(10 * REQUESTS_PER_ITERATION)), ask((signature, b"sha256=0")))
+        assert served.index(signature) <= 2 * REQUESTS_PER_ITERATION
+
+    asyncio.run(requests())

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from memsaver_server.cli.commands import app
 
 ROOT = Path(__file__).parents[2]
 #: Runs with the packages of the current folder, not with those of an editable install.
@@ -123,3 +126,11 @@ def test_a_new_field_of_the_contract_is_an_option(service: Service, tmp_path: Pa
     assert all(option in shown for option in ("--zero", "--no-keep-pinned", "size|name", "--rate", "--pause", "--note"))
     keywords = (tmp_path / "server/memsaver_server/fleet/keywords.py").read_text()
     assert '    order: Literal["size", "name"] | None\n' in keywords
+
+
+@pytest.mark.parametrize("both", [("--async", "--dry-run"), ("--async", "--prepare"), ("--dry-run", "--prepare")])
+def test_options_that_exclude_each_other_are_refused_by_name(both: tuple[str, str]) -> None:
+    """One of them was dropped without a word."""
+    ran = CliRunner().invoke(app, ["release", "--url", "http://127.0.0.1:1", *both])
+    assert ran.exit_code == 2
+    assert f"{both[0]} and {both[1]} exclude each other" in ran.output

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -133,3 +135,26 @@ def test_requests_that_are_equal_have_one_digest() -> None:
     assert one.digest() == same.digest()
     others = [Release(tags=("a",)), Resume(tags=("a",)), Release(), Resume(), Release(tags=("a",), trim=False), one]
     assert len({other.digest() for other in others}) == len(others)
+
+
+def test_what_is_forgotten_keeps_nothing_of_its_errors(operation: Operation) -> None:
+    """The frames in which an error arose had kept what they knew: engines, requests, tensors."""
+
+    class Big:
+        pass
+
+    def fail() -> weakref.ref[Big]:
+        big = Big()
+        try:
+            raise ValueError(repr(big))
+        except ValueError:
+            try:
+                raise RuntimeError("no")
+            except RuntimeError as error:
+                operation.finish(None, error)
+        return weakref.ref(big)
+
+    held = fail()
+    forgotten = operation.as_forgotten()
+    gc.collect()
+    assert (held(), str(forgotten.error)) == (None, "no")

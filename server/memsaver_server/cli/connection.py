@@ -46,7 +46,6 @@ def exit_code(kind: str, status: int) -> ExitCode:
 
 
 def exit_code_for(error: ClientError) -> ExitCode:
-    """Return the exit code of a command that ``error`` ends."""
     return exit_code(error.kind, error.status) if isinstance(error, AnswerError) else ExitCode.UNREACHABLE
 
 

@@ -58,7 +58,6 @@ class Engines(Selector, Members):
     )
 
     def selector(self) -> requests.Selector:
-        """Return which engines these are."""
         from memsaver_core.contract import requests
 
         given = self.given()
@@ -156,7 +155,6 @@ def _given_up(coordinator: Fleet, operation_id: str) -> FleetResult:
 
 
 def _line(event: FleetEvent) -> str:
-    """Return an event as one line."""
     about = {key: value for key, value in event.data.items() if value not in (None, "", [], {})}
     if event.event in ("operation", "result"):
         about = {key: about.get(key) for key in ("operation", "operation_id", "stage", "message") if key in about}
@@ -183,6 +181,7 @@ class Served(Options):
         metavar="KEY",
         show_envvar=True,
     )
+    silence: float = Members.silence
 
 
 @fleet.command()
@@ -194,7 +193,7 @@ def serve(served: Served, at: serving.Listening) -> None:
     other settings. SIGTERM and SIGINT end it with exit code 0; the engines keep their state.
     """
     with serving.starting("server,fleet"):
-        settings = serving.settings_of()
+        settings = serving.settings_of(silence_s=served.silence)
         from memsaver_server.attachment import serve_app
         from memsaver_server.fleet.turns.options import TurnOptions
 

@@ -40,7 +40,10 @@ def _operate(
     tags: list[str] | None, connection: Connection, as_json: bool, asked: Release | Resume, engines: Selector
 ) -> None:
     given = asked.given() | ({"selector": selector} if (selector := engines.given()) else {})
-    in_background, planned, prepare = (given.pop(name, False) for name in ("run_async", "dry_run", "prepare"))
+    ways = {"run_async": "--async", "dry_run": "--dry-run", "prepare": "--prepare"}
+    if len(both := [option for name, option in ways.items() if name in given]) > 1:
+        raise typer.BadParameter(f"{both[0]} and {both[1]} exclude each other; leave one out")
+    in_background, planned, prepare = (given.pop(name, False) for name in ways)
     is_release = isinstance(asked, Release)
     with connected(connection, as_json=as_json) as client, sizes_as_asked(getattr(asked, "at_least_bytes", None)):
         if planned:
@@ -87,7 +90,14 @@ def commit(operation_id: OperationId, key: Key = None, *, connection: Connection
 
 
 @grouped
-def abort(operation_id: OperationId, key: Key = None, *, connection: Connection, as_json: Json = False) -> None:
+def abort(
+    operation_id: OperationId,
+    key: Key = None,
+    force: Annotated[bool, typer.Option("--force", help="Also without the key of who has prepared it.")] = False,
+    *,
+    connection: Connection,
+    as_json: Json = False,
+) -> None:
     """Undo what was prepared, or cancel an operation that does not move memory yet."""
     with connected(connection, as_json=as_json) as client:
-        show(client.abort(operation_id, key=key), outcome_view, as_json=as_json)
+        show(client.abort(operation_id, key=key, force=force), outcome_view, as_json=as_json)

@@ -29,7 +29,6 @@ class Options:
 
     @classmethod
     def types(cls) -> dict[str, Any]:
-        """Return the type of each option."""
         return {name: of for name, of in get_type_hints(cls).items() if isinstance(getattr(cls, name), OptionInfo)}
 
     def given(self) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def end_at_once(*, failed: bool) -> None:
         os._exit(0)
 
 
-def settings_of(**given: str | bool | None) -> Settings:
+def settings_of(**given: str | bool | float | None) -> Settings:
     """Return the settings of the service, taken from ``given`` or the environment; check the core's, too.
 
     Raises:

@@ -103,7 +103,6 @@ def table_of(columns: Iterable[str], rows: Iterable[Iterable[Cell]], total: Iter
 
 
 def operation_tags_table(tags: Iterable[reports.TagReport], operation: str) -> Table:
-    """Return one row per tag: what the release or resume did to it."""
     moved = "released" if operation == "release" else "resumed"
     return table_of(
         ["tag", "state", "restore", ">size", f">{moved}"],
@@ -163,7 +162,6 @@ def _device_cells(readings: Iterable[reports.DeviceDelta], devices: Sequence[rep
 
 
 def operation_view(result: reports.OperationAnswer) -> RenderableType:
-    """Return the whole answer of a release or a resume."""
     parts: list[RenderableType] = [_outcome(result)]
     if result.tags:
         parts += ["", operation_tags_table(result.tags, result.operation)]
@@ -191,7 +189,6 @@ def _devices_caption(devices: Sequence[reports.MeteredDelta]) -> Text:
 
 
 def status_view(occupation: status.OccupationAnswer) -> RenderableType:
-    """Return what the engine holds now."""
     admission = occupation.admission
     opened = Text("open", style="green") if admission.open else Text("closed", style="yellow")
     state = "hibernated" if occupation.hibernated and occupation.state == "released" else occupation.state
@@ -292,7 +289,6 @@ def communicators_table(communicators: Sequence[status.CommunicatorStatus]) -> T
 
 
 def _obstacles(communicators: Sequence[status.CommunicatorStatus]) -> list[Text]:
-    """Return why communicators cannot be suspended, and what to do."""
     obstacles = dict.fromkeys((each.name, each.obstacle) for each in communicators if each.obstacle)
     return [Text.assemble(plain(f"{name} stays: {obstacle}"), style="yellow") for name, obstacle in obstacles]
 
@@ -319,7 +315,6 @@ def fleet_status_view(status: FleetStatus) -> RenderableType:
 
 
 def fleet_result_view(result: FleetResult) -> RenderableType:
-    """Return what happened, and one row per engine."""
     table = table_of(["engine", "", "state", ">time", ">moved", "operation"], map(_result_cells, result.engines))
     return Group(_outcome(result), "", table, *_wrong(result.failed))
 

@@ -101,10 +101,12 @@ class Calls:
         """Return the key with which this client has prepared an operation: another one needs it to commit or abort."""
         return self._keys.get(operation_id)
 
-    def _of(self, operation_id: str, method: str, path: str, key: str | None) -> Call:
+    def _of(
+        self, operation_id: str, method: str, path: str, key: str | None, body: dict[str, Any] | None = None
+    ) -> Call:
         key = key or self.key_of(operation_id)
         headers = {} if key is None else {"Idempotency-Key": key}
-        return Call(method, f"/operations/{operation_id}{path}", headers=headers, long=True)
+        return Call(method, f"/operations/{operation_id}{path}", body, headers, long=True)
 
     @overload
     async def release(
@@ -193,14 +195,18 @@ class Calls:
         """
         return await self._ask(OperationAnswer, self._of(operation_id, "POST", "/commit", key))
 
-    async def abort(self, operation_id: str, *, key: str | None = None) -> OperationStatusAnswer:
+    async def abort(self, operation_id: str, *, key: str | None = None, force: bool = False) -> OperationStatusAnswer:
         """Undo the preparation of an operation; return its status once it has ended. Idempotent. ``key`` as for
         ``commit``.
+
+        Args:
+            force: undo it also if another key has prepared it. The audit log names both callers.
 
         Raises:
             ConflictError: it was committed, or prepared under another key.
         """
-        return await self._ask(OperationStatusAnswer, self._of(operation_id, "POST", "/abort", key))
+        body = {"force": True} if force else None
+        return await self._ask(OperationStatusAnswer, self._of(operation_id, "POST", "/abort", key, body))
 
     async def occupation(self) -> OccupationAnswer:
         """Return what the engine holds on its devices now; a ``FleetOccupation`` if a coordinator answers."""

@@ -113,7 +113,6 @@ _CLASSES: dict[str | int, type[AnswerError]] = {
 
 
 def error_for(status: int, body: object, text: str, retry_after: str | None) -> AnswerError:
-    """Return the error of an answer."""
     fields = body if isinstance(body, dict) else {}
     message = str(fields.get("message") or fields.get("detail") or text.strip()[:300] or f"HTTP {status}")
     error = AnswerError(status, message, fields)

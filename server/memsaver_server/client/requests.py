@@ -72,7 +72,6 @@ class Target:
         return not self.address.startswith(("http://", "unix://")) and verify
 
     def options(self, call: Call) -> dict[str, Any]:
-        """Return the arguments of httpx for one attempt."""
         timeout = httpx.Timeout(self.timeout_s, read=self.operation_timeout_s if call.long else self.timeout_s)
         return {"method": call.method, "url": call.path, "json": call.body, "headers": call.headers, "timeout": timeout}
 

@@ -132,7 +132,8 @@ class EngineController:
             return Answer.of(self._prepared(operation))
         if operation.error is None:
             assert operation.report is not None
-            holder = "" if self._coordinator in operation.client else self._coordinator
+            agent = operation.client.partition(" ")[2]
+            holder = "" if agent == self._coordinator else self._coordinator
             return Answer.of(
                 OperationAnswer(
                     **dict(operation.report),
@@ -193,8 +194,8 @@ class EngineController:
             if operation.request.prepare and (operation.committed or operation.cancelled_by is not None):
                 await self._reached(operation, operation.ended())  # a caller that is refused finds all as before
 
-    async def cancel(self, operation: Operation, by: str, key: str | None = None) -> None:
-        operation.check_owner(key)
+    async def cancel(self, operation: Operation, by: str, key: str | None = None, *, force: bool = False) -> None:
+        operation.check_owner(key, by if force else None)
         self.lifecycle.operations.cancel(operation, by)
         try:
             await asyncio.wait_for(self._reached(operation, operation.ended()), CANCEL_S)

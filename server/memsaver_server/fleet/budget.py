@@ -42,7 +42,6 @@ async def groups_of(request: AskedOfFleet, parts: Sequence[Part]) -> list[list[P
 
 
 def uuids_of(occupation: OccupationAnswer | None) -> tuple[str, ...]:
-    """Return the UUIDs of an engine's GPUs."""
     return tuple(device.uuid for device in occupation.devices) if occupation is not None else ()
 
 

@@ -7,7 +7,7 @@ import math
 import ssl
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -49,44 +49,50 @@ class EngineFailure(Exception):
         super().__init__(message)
 
 
+#: Calls of those that engines answer at once that are in flight at a time.
+SHORT_CALLS = 64
+
+
 @dataclass
 class Coordinator:
-    """A coordinator, as engines know it. It ``holds`` them if it brings them to what is wanted all the time."""
+    """A coordinator, as engines know it, and how it calls them.
+
+    Attributes:
+        api_key: the key of the engines without ``Member.api_key``.
+        silence_s: an engine that does not answer for so long counts as silent, seconds.
+        verify: as for the client; one for all engines, as making one takes longer than a call.
+        holds: it brings the engines to what is wanted all the time.
+        turns: bounds how many short calls are in flight at once.
+    """
 
     name: str
+    api_key: str | None
+    silence_s: float
+    verify: ssl.SSLContext | bool
     holds: bool = False
+    turns: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, SHORT_CALLS))
 
 
 class Connection:
     """The calls to one engine. Every method raises EngineFailure.
 
-    ``body`` has the fields of a release or a resume. ``turns`` bounds how many short calls are in flight at once, over
-    all connections.
+    ``body`` has the fields of a release or a resume.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        api_key: str | None,
-        silence_s: float,
-        verify: ssl.SSLContext | bool,
-        turns: asyncio.Semaphore,
-        coordinator: Coordinator,
-    ) -> None:
+    def __init__(self, member: Member, coordinator: Coordinator) -> None:
         self.member = member
-        self._turns = turns
-        self._silence_s = silence_s
+        self._silence_s = coordinator.silence_s
         self._closed = False
         self._unanswered: dict[asyncio.Task[Any], float] = {}  # when it was sent
         self._coordinator = coordinator
         self._client = _Client(
             member.url,
             coordinator.name,
-            api_key=member.api_key or api_key,
-            timeout_s=silence_s,
+            api_key=member.api_key or coordinator.api_key,
+            timeout_s=coordinator.silence_s,
             operation_timeout_s=None,
             attempts=2,
-            verify=verify,
+            verify=coordinator.verify,
         )
 
     @property
@@ -106,7 +112,6 @@ class Connection:
         return now
 
     async def operation(self, operation_id: str) -> OperationStatusAnswer:
-        """Return the status of one of its operations."""
         return await self._ask(partial(self._client.operation, operation_id))
 
     async def plan(self, verb: Verb, tags: Sequence[str] | None) -> PlanAnswer:
@@ -158,7 +163,7 @@ class Connection:
         try:
             # The time that a call waits for the coordinator itself does not count, and the silent keep no other from
             # being asked.
-            async with self._turns:
+            async with self._coordinator.turns:
                 answer = asyncio.create_task(send())
                 self._unanswered[answer] = clock.monotonic()
                 await self._came(answer, 1)
@@ -179,7 +184,6 @@ class Connection:
         return answer.done()
 
     def _result(self, answer: asyncio.Future[_T]) -> _T:
-        """Return the answer of a call that has ended."""
         try:
             return answer.result()
         except AnswerError as error:

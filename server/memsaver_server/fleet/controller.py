@@ -41,7 +41,7 @@ from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.members import MembershipError
 from memsaver_server.fleet.metrics import FleetMetrics
 from memsaver_server.fleet.observer import Observer
-from memsaver_server.fleet.operation import FleetOperation
+from memsaver_server.fleet.operation import FleetOperation, Origin
 from memsaver_server.fleet.record import RecordError
 from memsaver_server.fleet.results import (
     CallAnswer,
@@ -110,14 +110,14 @@ class FleetController:
         self.callers = callers
         self._fleet = fleet
         self._settings = settings
-        self._history: History[FleetOperation] = History(settings.history)
         self._observer = Observer(fleet, engine_key, lambda status: self.turns.update(status))
         self.turns = Turns(turns, self)
         self._upstreams = Upstreams()
         self.proxy = Proxy(self.turns, self, self._upstreams, self._observer.keys)
         self._metrics = FleetMetrics(self._observer, self.turns, callers)
         self._audit = AuditLog(settings.audit_file)
-        fleet.around = self._around
+        fleet.history = History(settings.history)
+        fleet.around, fleet.on_ended = self._around, self._record
         self._kept: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -162,9 +162,7 @@ class FleetController:
         Raises:
             ConflictError: the opposite is in progress on some of the engines, and ``asked.wait`` is false.
         """
-        known = self._history.get(key or "")
-        if known is not None and known.answers(asked):
-            known.callers += 1
+        if (known := self._fleet.known(asked, key or "")) is not None:
             return known
         running = self._running()
         if key is None and running and running[-1].join(asked):
@@ -175,14 +173,8 @@ class FleetController:
                 f"cannot {asked.operation}: {opposed.request.operation} {opposed.id} of the fleet is in progress "
                 'on some of these engines. Try again when it is done, or send "wait": true'
             )
-        operation = FleetOperation.of(asked, key or "", client, "turns" if client == TURNS else "caller")
-        self._remember(operation)
-        self._fleet.start(operation)
-        return operation
-
-    def _remember(self, operation: FleetOperation) -> None:
-        self._history.add(operation)
-        operation.done.add_done_callback(lambda _: self._record(operation))
+        origin: Origin = "turns" if client == TURNS else "caller"
+        return self._fleet.start(FleetOperation.of(asked, key or "", client, origin))
 
     async def attend(self, operation: FleetOperation, *, prepared: bool) -> None:
         await operation.ended()
@@ -230,19 +222,19 @@ class FleetController:
         }
 
     def find(self, operation_id: str) -> FleetOperation:
-        found = self._history.get(operation_id)
+        found = self._fleet.history.get(operation_id)
         if found is None:
             raise NotFoundError(f"no operation {operation_id!r} is remembered; GET /operations lists those that are")
         return found
 
     def recent(self) -> Sequence[FleetOperation]:
-        return self._history.recent()
+        return self._fleet.history.recent()
 
     async def commit(self, operation: FleetOperation, key: str | None = None) -> None:
         why = "a fleet prepares and commits by itself"
         raise LeaseEndedError(f"{operation.request.operation} {operation.id} cannot be committed: {why}", operation.id)
 
-    async def cancel(self, operation: FleetOperation, by: str, key: str | None = None) -> None:
+    async def cancel(self, operation: FleetOperation, by: str, key: str | None = None, *, force: bool = False) -> None:
         if operation.status == "cancelled":
             return
         try:
@@ -283,9 +275,6 @@ class FleetController:
     @asynccontextmanager
     async def _around(self, operation: FleetOperation) -> AsyncIterator[None]:
         """No request is sent to engines that the block moves, and their state is known after it."""
-        known = self._history.get(operation.id)
-        if known is None or known.has_ended:  # no caller waits for it
-            self._remember(operation)
         if operation.origin == "turns":  # which have set their engines aside
             yield
             return
@@ -297,7 +286,6 @@ class FleetController:
                 await self._observer.look(names)
 
     def _record(self, operation: FleetOperation) -> None:
-        """Count and log an operation that has ended."""
         error, result = _public(operation.error), operation.result
         outcome = getattr(error, "kind", "internal_error")
         if result is not None:
@@ -305,11 +293,10 @@ class FleetController:
         counted = self._metrics.reconciled if operation.origin == "reconciler" else self._metrics.operations
         counted[operation.request.operation, outcome] += 1
         self._audit.record(operation, outcome)
-        self._history.forget()
 
     def _running(self) -> list[FleetOperation]:
         """Return the callers' operations that have not ended, the oldest first."""
-        return [each for each in reversed(self._history.recent()) if not each.has_ended and each.origin == "caller"]
+        return [each for each in reversed(self.recent()) if not each.has_ended and each.origin == "caller"]
 
     def _opposes(self, asked: AskedOfFleet, running: FleetOperation) -> bool:
         other, members = running.asked, self._observer.members.values()
@@ -324,9 +311,8 @@ class FleetController:
     async def move(self, verb: Verb, names: Sequence[str]) -> FleetResult:
         asked = ASKED_OF_FLEET[verb](selector=Selector(names=tuple(names)), wait=True)
         operation = self._start(asked.resolved(self._settings.drain_timeout_s), TURNS, None)
-        assert operation.task is not None
         try:
-            return await asyncio.shield(operation.task)
+            return await operation.outcome()
         except Exception as error:
             raise _public(error) from None
 
@@ -357,7 +343,7 @@ class FleetController:
         return self._metrics.scrape()
 
     def _occupation(self) -> FleetOccupationAnswer:
-        running = [each.id for each in self._history.recent() if not each.has_ended]
+        running = [each.id for each in self.recent() if not each.has_ended]
         return occupation(self._observer, running[-1] if running else None, self.turns.in_flight())
 
     # -- the dashboard -------------------------------------------------------------------------------------------------

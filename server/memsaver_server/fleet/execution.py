@@ -10,10 +10,12 @@ afterwards every engine is prepared, and the next coordinator commits on the res
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from hashlib import sha256
 from typing import Any, Literal
 from urllib.parse import quote
 
@@ -36,7 +38,7 @@ class Execution:
         self,
         operation: FleetOperation,
         keeper: Keeper,
-        lease_s: float,
+        prepared_for_s: float,
         silence_s: float,
         report: Callable[[FleetOperation, str], None],
     ) -> None:
@@ -49,8 +51,8 @@ class Execution:
         self._patience_s = self._timeout_s + operation.asked.patience_s(Phase.WAIT_FOR_MEMORY)
         self._parts = operation.parts
         self._keeper = keeper
-        self._lease_s = lease_s
-        self._prepared = {**operation.asked.sent(), "prepare": True, "lease_s": lease_s}
+        self._prepared_for_s = prepared_for_s
+        self._prepared = operation.asked.to_prepare(prepared_for_s)
         self._silence_s = silence_s
         self._report = partial(report, operation)
         self._wish = operation.wish
@@ -166,16 +168,16 @@ class Execution:
     async def _prepare_one(self, part: Part, limit_s: float) -> None:
         began = clock.monotonic()
         answer = await part.connection.prepare(self._request.operation, self._prepared, self._key, limit_s)
-        part.prepared(answer, began + answer.lease_s)  # or later: the engine counts from its answer
+        part.prepared(answer, began + self._prepared_for_s)  # or later: the engine counts from its answer
 
     async def _keep_leases(self) -> None:
         """Renew the leases of engines that wait for others. Returns at the first that cannot be renewed."""
         while not _failed(self._parts):
-            await asyncio.sleep(self._lease_s / 8)
+            await asyncio.sleep(self._prepared_for_s / 8)
             await asyncio.gather(*map(self._renew, self._parts))
 
     async def _renew(self, part: Part) -> None:
-        if part.stage != "prepared" or part.lease_left() > self._lease_s / 2:
+        if part.stage != "prepared" or part.lease_left() > self._prepared_for_s / 2:
             return
         try:
             await self._prepare_one(part, self._silence_s)
@@ -205,7 +207,7 @@ class Execution:
     async def _commit_one(self, part: Part) -> None:
         try:
             # An expired lease is not committed: it is renewed while enough of it is left.
-            if part.stage == "prepared" and part.lease_left() < self._lease_s / 2:
+            if part.stage == "prepared" and part.lease_left() < self._prepared_for_s / 2:
                 known = part.operation_id
                 await self._prepare_one(part, self._silence_s)
                 if part.operation_id != known:
@@ -225,7 +227,9 @@ class Execution:
             tags = part.tags if moves else part.moved(request.operation)
             if tags:
                 body = {"tags": list(tags), **await self._options_back()}
-                key, limit_s = f"{part.operation_id}-undo", self._timeout_s + self._silence_s
+                # Another coordinator may have begun it: an equal call joins that, another one follows it.
+                asked = sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:8]
+                key, limit_s = f"{part.operation_id}-undo-{asked}", self._timeout_s + self._silence_s
                 await part.connection.perform(OPPOSITE[request.operation], body, key=key, limit_s=limit_s)
             if part.failure is None:
                 part.stage = "undone"
@@ -257,26 +261,21 @@ class Execution:
 
     def _wishes_for_the_rest(self) -> list[Wanted]:
         """Return what a reconciler is to do on engines that could not be undone, or do not answer."""
-        wish, verb = self._wish, self._request.operation
-        state = STATES[OPPOSITE[verb]]
+        verb = self._request.operation
+        back = self._wish.model_copy(update={"state": STATES[OPPOSITE[verb]], "options": {}, "until_asked": False})
+        strays = [part for part in self._parts if part.tags and part.is_stray(verb)]
         return [
-            Wanted(
-                selector=Selector(names=(part.member.name,)),
-                state=state,
-                tags=part.tags,
-                operation_id=wish.operation_id,
-                client=wish.client,
-                at=wish.at,
-            )
-            for part in self._parts
-            if part.tags and part.is_stray(verb)
+            back.model_copy(update={"selector": Selector(names=(part.member.name,)), "tags": part.tags})
+            for part in strays
         ]
 
     # -- the record ----------------------------------------------------------------------------------------------------
 
     async def _note(self, stage: Literal["preparing", "committing", "rolling_back"]) -> None:
         engines = {
-            part.member.name: Prepared(url=part.member.url, operation_id=part.operation_id, tags=part.tags)
+            part.member.name: Prepared(
+                url=part.member.url, operation_id=part.operation_id, tags=part.tags, gpus=part.member.gpus
+            )
             for part in self._parts
         }
         digest = self._operation.digest

@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import ssl
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
@@ -46,14 +45,13 @@ from memsaver_server.fleet.results import (
     FleetStatus,
 )
 from memsaver_server.fleet.roster import Roster
-from memsaver_server.fleet.status import common_state, engine_status
 from memsaver_server.fleet.watching import Hub
-from memsaver_server.operation.history import reused
+from memsaver_server.operation.history import History, reused
 from memsaver_server.wrong_fields import wrong_fields
 
 logger = logging.getLogger("memsaver")
 
-#: Results of finished operations that are remembered.
+#: Finished operations that are remembered.
 _HISTORY = 64
 #: Deadline of the drain on each engine if the caller names none, seconds.
 DEFAULT_TIMEOUT_S = 60.0
@@ -88,17 +86,19 @@ class AsyncFleet:
     ) -> None:
         self.membership = membership
         name = name or f"{socket.gethostname()}:{os.getpid()}"
-        self._coordinator = Coordinator(f"memsaver-coordinator {name}")
+        verify = ssl.create_default_context() if verify is True else verify
+        self._coordinator = Coordinator(f"memsaver-coordinator {name}", api_key, silence_s, verify)
         self._lease_s = lease_s
-        self._silence_s = silence_s
         self._keeper = Keeper(record or MemoryRecord())
         self._locks = Locks()
-        self.roster = Roster(membership, self._locks, api_key, silence_s, verify, self._coordinator)
+        self.roster = Roster(membership, self._locks, self._coordinator)
         self._hub = Hub()
-        self._operations: dict[str, FleetOperation] = {}
-        self._results: OrderedDict[str, FleetResult] = OrderedDict()
+        self.history: History[FleetOperation] = History(_HISTORY)
+        #: Called with each operation that has ended.
+        self.on_ended: Callable[[FleetOperation], None] = lambda _: None
         self._recovering = asyncio.Lock()
-        self._recovered = False
+        self._left: dict[str, Running] | None = None  # what another coordinator had begun, once that is known
+        self._recoveries: dict[str, FleetOperation] = {}  # those of it that are being brought to an end
         self._reconciler = Reconciler(
             self.roster, self._keeper, self._locks, self._hub, self._coordinator.name, self._reconciled
         )
@@ -153,13 +153,13 @@ class AsyncFleet:
         Raises:
             FleetError: none of this id runs, or it moves memory already.
         """
-        running = self._operations.get(operation_id)
-        if running is None or running.task is None:
+        running = self.history.get(operation_id)
+        if running is None or running.task is None or running.has_ended:
             raise FleetError(f"no operation {operation_id!r} of the fleet runs that could be cancelled")
         if not running.can_be_cancelled:
             raise FleetError(f"operation {operation_id!r} moves memory already; do the opposite when it has ended")
         running.given_up.set()
-        return await asyncio.shield(running.task)
+        return await running.outcome()
 
     async def wanted(self) -> tuple[Wanted, ...]:
         """Return what is wanted of the engines. Raises RecordError."""
@@ -167,20 +167,22 @@ class AsyncFleet:
 
     async def status(self, selector: Selector | None = None) -> FleetStatus:
         """Return what every selected engine is now, those that do not answer included."""
-        parts = await (self.roster.look() if selector is None else self.roster.parts(selector))
+        parts = await self.roster.parts(selector or Selector())
         wanted = await self.wanted()
-        engines = [engine_status(part.member, part.before, str(part.failure or ""), wanted) for part in parts]
-        return FleetStatus(state=common_state(engines), engines=engines, wanted=list(wanted), progress=self.progress)
+        return FleetStatus.of([part.status(wanted) for part in parts], wanted, self.progress)
 
     @property
     def progress(self) -> FleetProgress | None:
         """The oldest operation of the fleet that runs now, or None."""
-        return next((operation.progress_now() for operation in self._operations.values()), None)
+        return next((operation.progress_now() for operation in self._running()), None)
 
     def operations(self) -> list[FleetProgress | FleetResult]:
         """Return the operations that run, and the results of the last ones, newest first."""
-        ended: list[FleetProgress | FleetResult] = list(self._results.values())
-        return [*ended, *(operation.progress_now() for operation in self._operations.values())][::-1]
+        begun = [each for each in self.history.recent() if each.result or not each.has_ended]
+        return [each.result or each.progress_now() for each in begun]
+
+    def _running(self) -> list[FleetOperation]:
+        return [operation for operation in reversed(self.history.recent()) if not operation.has_ended]
 
     def watch(self, interval_s: float = 1.0) -> AsyncIterator[FleetEvent]:
         """Yield the events of the fleet until the iterator is closed; first ``joined`` for each member.
@@ -193,23 +195,36 @@ class AsyncFleet:
     async def recover(self) -> list[FleetResult]:
         """Bring to an end what another coordinator with this record had begun; return what became of it.
 
-        ``release``, ``resume``, ``reconcile`` and ``keep`` do it first.
+        ``release``, ``resume``, ``reconcile`` and ``keep`` begin it first, and wait for its end on their engines.
         """
+        return [await operation.outcome() for operation in (await self._recover()).values()]
+
+    async def _recover(self) -> dict[str, FleetOperation]:
+        """Begin to bring to an end what another coordinator had begun; return these operations, by id. They hold the
+        locks of their engines before anybody else has asked one."""
         async with self._recovering:
-            if self._recovered:
-                return []
-            left = (await self._keeper.load()).running
-            results = []
-            for operation_id, running in left.items():
+            if self._left is None:
+                self._left = dict((await self._keeper.load()).running)
+        for operation_id, running in self._left.items():
+            if operation_id not in self._recoveries:  # else it goes on
                 asked = running.wanted.asked().resolved(DEFAULT_TIMEOUT_S)
                 operation = FleetOperation.left(operation_id, running, asked)
-                results.append(await self._concluded(operation, self._carry_on(operation, running)))
-            self._recovered = True
-            return results
+                self._recoveries[operation_id] = operation
+                task = operation.task = asyncio.create_task(
+                    self._concluded(operation, self._carry_on(operation, running))
+                )
+                task.add_done_callback(partial(self._recovered, operation_id))
+        return dict(self._recoveries)
+
+    def _recovered(self, operation_id: str, task: asyncio.Task[FleetResult]) -> None:
+        """Take note that a task has ended; what it could not do is tried again."""
+        del self._recoveries[operation_id]
+        if self._left is not None and not task.cancelled() and task.exception() is None:
+            del self._left[operation_id]
 
     async def reconcile(self) -> list[EngineResult]:
         """Bring engines that are not what is wanted to it, once; return what was done, and what could not be."""
-        await self.recover()
+        await self._recover()
         return await self._reconciler.once()
 
     async def keep(self, interval_s: float = 5.0) -> None:
@@ -222,8 +237,7 @@ class AsyncFleet:
 
     async def close(self) -> None:
         """Wait for operations in progress, and close the connections. Engines keep their state."""
-        running = [operation.task for operation in self._operations.values() if operation.task is not None]
-        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*(each.task for each in self._running() if each.task), return_exceptions=True)
         await self.roster.close()
 
     async def __aenter__(self) -> AsyncFleet:
@@ -233,19 +247,11 @@ class AsyncFleet:
         await self.close()
 
     async def run(self, asked: AskedOfFleet) -> FleetResult:
-        """As ``release`` and ``resume``."""
         asked = asked.resolved(DEFAULT_TIMEOUT_S)
         named = asked.operation_id or ""
         await self.check(asked, named, f"operation_id {named!r}", "id")
-        ended = self._results.get(named)
-        if ended is not None and ended.success:
-            return ended
-        operation = self._operations.get(named)
-        if operation is None:
-            operation = FleetOperation.of(asked, named, self._coordinator.name)
-            self.start(operation)
-        assert operation.task is not None
-        return await asyncio.shield(operation.task)
+        operation = self.known(asked, named) or self.start(FleetOperation.of(asked, named, self._coordinator.name))
+        return await operation.outcome()
 
     async def check(self, asked: AskedOfFleet, operation_id: str, name: str, noun: str) -> None:
         """Check that an id, by the ``name`` and ``noun`` of its caller, stands for no request but ``asked``.
@@ -258,23 +264,28 @@ class AsyncFleet:
             return
         record = await self._keeper.load()
         first = record.first(operation_id, asked.digest())
-        if record.known(operation_id) is None and operation_id not in record.running:
-            self._results.pop(operation_id, None)  # of an id that is not kept any more
-        running = self._operations.get(operation_id)
-        if running is not None and running.request.digest() != asked.digest():
+        running = self.history.get(operation_id)
+        if running is not None and not running.has_ended and running.digest != asked.digest():
             first = f"{running.request.operation} {operation_id}"
         if first:
             raise reused(name, first, noun)
 
-    def start(self, operation: FleetOperation) -> None:
-        """Begin an operation, in a separate task."""
-        self._results.pop(operation.id, None)
-        self._operations[operation.id] = operation
+    def known(self, asked: AskedOfFleet, operation_id: str) -> FleetOperation | None:
+        """Return the operation of this id if it answers the request, too."""
+        known = None if operation_id in self._recoveries else self.history.get(operation_id)
+        if known is None or not known.answers(asked):
+            return None
+        known.callers += 1
+        return known
+
+    def start(self, operation: FleetOperation) -> FleetOperation:
+        self.history.add(operation)
         operation.task = asyncio.create_task(self._concluded(operation, self._perform(operation)))
+        return operation
 
     async def _concluded(self, operation: FleetOperation, work: Coroutine[Any, Any, FleetResult]) -> FleetResult:
         """Return the result of the ``work`` that carries an operation out; record how that ends."""
-        self._operations[operation.id] = operation
+        self.history.add(operation)
         try:
             result = await work
         except BaseException as error:
@@ -284,11 +295,16 @@ class AsyncFleet:
             operation.conclude(result)
             return result
         finally:
-            self._operations.pop(operation.id, None)
+            self.on_ended(operation)
+            self.history.forget()
 
     async def _perform(self, operation: FleetOperation) -> FleetResult:
-        await self.recover()
-        return self._results.get(operation.id) or await self._selected(operation)
+        if (left := (await self._recover()).get(operation.id)) is not None:
+            result = await left.outcome()
+            self.history.add(operation)  # in place of the one that has ended
+            if left.how != "aborted":
+                return result
+        return await self._selected(operation)
 
     async def _selected(self, operation: FleetOperation) -> FleetResult:
         selector = operation.asked.selected()
@@ -315,7 +331,7 @@ class AsyncFleet:
             async with self.around(operation):
                 self._report(operation, "commit")
                 await part.perform(operation.request.operation, body, "reconciling")
-                return self._finish(operation, remembered=False)
+                return self._finish(operation)
 
         return await self._concluded(operation, carry_out())
 
@@ -327,9 +343,9 @@ class AsyncFleet:
                 part.found_done(STATES[request.operation], cancelled=known.outcome == "cancelled")
             if known.outcome == "cancelled":
                 operation.given_up.set()
-                return self._finish(operation, "it was cancelled", remembered=False)
+                return self._finish(operation, "it was cancelled")
             operation.how = "each"
-            return self._finish(operation, remembered=False)  # a repeat finds this out again
+            return self._finish(operation)
         execution = self._execution(operation)
         if request.fleet_mode == "best_effort":
             await execution.alone()
@@ -342,30 +358,25 @@ class AsyncFleet:
         return self._finish(operation, "it was cancelled" if cancelled else "")
 
     def _execution(self, operation: FleetOperation) -> Execution:
-        return Execution(operation, self._keeper, self._lease_s, self._silence_s, self._report)
+        return Execution(operation, self._keeper, self._lease_s, self._coordinator.silence_s, self._report)
 
     async def _carry_on(self, operation: FleetOperation, left: Running) -> FleetResult:
-        """Bring an operation of another coordinator to its end."""
-        for name, prepared in left.engines.items():
-            member = await self.roster.find(name, prepared.url)
-            part = Part(member, self.roster.connection(member))
-            part.operation_id, part.tags = prepared.operation_id, prepared.tags
-            operation.parts.append(part)
-        execution = self._execution(operation)
-        end = {"preparing": execution.abandon, "committing": execution.commit, "rolling_back": execution.undo}
-        async with self.around(operation):
-            await end[left.stage]()
-            gone = operation.how == "aborted"  # nothing was done: a repeat does it
-            result = self._finish(operation, operation.cause if gone else "", remembered=not gone)
+        async with self._locks.held({*left.engines, *(gpu for each in left.engines.values() for gpu in each.gpus)}):
+            for name, prepared in left.engines.items():
+                member = await self.roster.find(name, prepared.url)
+                part = Part(member, self.roster.connection(member))
+                part.operation_id, part.tags = prepared.operation_id, prepared.tags
+                operation.parts.append(part)
+            execution = self._execution(operation)
+            end = {"preparing": execution.abandon, "committing": execution.commit, "rolling_back": execution.undo}
+            async with self.around(operation):
+                await end[left.stage]()
+                result = self._finish(operation, operation.cause if operation.how == "aborted" else "")
         logger.warning("operation %s, which another coordinator had begun: %s", operation.id, result.message)
         return result
 
-    def _finish(self, operation: FleetOperation, why: str = "", *, remembered: bool = True) -> FleetResult:
+    def _finish(self, operation: FleetOperation, why: str = "") -> FleetResult:
         result = result_of(operation, self._lease_s, self._coordinator.name, why)
-        if remembered:
-            self._results[result.operation_id] = result
-        while len(self._results) > _HISTORY:
-            self._results.popitem(last=False)
         self._hub.publish("result", **result.model_dump(mode="json"))
         return result
 

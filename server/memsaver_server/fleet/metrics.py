@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from memsaver_server.fleet.observer import Observer
 from memsaver_server.fleet.turns.turns import Turns
-from memsaver_server.metrics import CallerFigures, Registry, caller_metrics, filled, gauges
+from memsaver_server.metrics import CallerFigures, Registry, caller_metrics, counters, gauges
 
 STATES = ("resident", "releasing", "released", "resuming", "prepared", "mixed", "failed", "unknown")
 
@@ -32,7 +32,6 @@ class FleetMetrics:
         self._registry = Registry(self._collect)
 
     def scrape(self) -> bytes:
-        """Return the exposition text."""
         return generate_latest(self._registry)
 
     def _collect(self) -> Iterator[Metric]:
@@ -41,10 +40,8 @@ class FleetMetrics:
             ("operations", "Operations of the fleet, by how they ended.", self.operations),
             ("reconciliations", "Operations on engines that were not as wanted, by how they ended.", self.reconciled),
         ):
-            family = CounterMetricFamily(f"memsaver_fleet_{name}", help_text, labels=["operation", "outcome"])
-            yield filled(family, dict(sorted(counted.items())))
-        wakes = CounterMetricFamily("memsaver_fleet_wakes", "Engines woken for a request.", labels=["model"])
-        yield filled(wakes, {(model,): count for model, count in sorted(self._turns.wakes.items())})
+            yield counters(f"memsaver_fleet_{name}", help_text, ["operation", "outcome"], counted)
+        yield counters("memsaver_fleet_wakes", "Engines woken for a request.", ["model"], self._turns.wakes)
         waiting = {(model,): count for model, count in sorted(self._turns.waiting().items())}
         yield gauges("memsaver_fleet_waiting_requests", "Requests that wait for their turn.", ["model"], waiting)
         in_flight = {(name,): count for name, count in sorted(self._turns.in_flight().items())}

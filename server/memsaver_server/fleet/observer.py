@@ -6,15 +6,16 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from memsaver_server import clock
 from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.members import Member, MembershipError
+from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.record import RecordError, Wanted
 from memsaver_server.fleet.results import EngineStatus, FleetStatus
-from memsaver_server.fleet.status import common_state, engine_status
 
 logger = logging.getLogger("memsaver")
 
@@ -43,7 +44,6 @@ class Observer:
         self._engine_key = engine_key
         self._seen = seen
         self._looking: asyncio.Task[None] | None = None
-        self._late: dict[str, asyncio.Task[None]] = {}  # looks at engines that are silent
         self._took_s = 0.0
         self._engines: dict[str, tuple[float, EngineStatus]] = {}  # with the beginning of the look that saw it
         self.status = FleetStatus(state="", engines=[], wanted=[])
@@ -70,13 +70,14 @@ class Observer:
             self.keys.clear()
             self.keys.update({name: member.api_key or self._engine_key for name, member in self.members.items()})
             named = set(names or ())
-            near = self.members.keys() if names is None else self._near(named)
-            looks = {
-                name: asyncio.create_task(self._see(self.members[name], wanted, began))
-                for name in near & self.members.keys()
-                if name in named or name not in self._late  # whom somebody waits for is asked anew
-            }
-            await self._until_answered(looks)
+            near = {each: self.members[each] for each in self.members if names is None or each in self._near(named)}
+            asks = [(member, *self._roster.asking(member, anew=name in named)) for name, member in near.items()]
+            await self._roster.until_answered((member, ask) for member, _, ask in asks)
+            for _, at, ask in asks:
+                if ask.done():
+                    self._take(wanted, at, ask)
+                else:
+                    ask.add_done_callback(partial(self._late, at))
         except (MembershipError, RecordError) as error:
             self._complain(str(error))
             return
@@ -99,32 +100,21 @@ class Observer:
         return {name: seconds for name, seconds in silent.items() if seconds}
 
     async def keep(self) -> None:
-        """Look for ever."""
         while True:
             await self.look()
             await asyncio.sleep(max(INTERVAL_S, (SHARE - 1) * self._took_s))
 
-    async def _until_answered(self, looks: dict[str, asyncio.Task[None]]) -> None:
-        """Wait for looks until only silent engines are left, whose looks go on."""
-        while waits := {name: look for name, look in looks.items() if not look.done()}:
-            if waits.keys() <= self.silence().keys():
-                self._late.update(waits)
-                break
-            await asyncio.wait(waits.values(), timeout=GLANCE_S / 4)
-        await asyncio.gather(*(look for name, look in looks.items() if name not in waits))
+    def _take(self, wanted: Sequence[Wanted], at: float, ask: asyncio.Task[Part]) -> None:
+        """Note what a look at one engine has found, if no other has that began later."""
+        if not ask.cancelled():
+            part = ask.result()
+            name = part.member.name
+            if name not in self._engines or self._engines[name][0] <= at:
+                self._engines[name] = at, part.status(wanted)
 
-    async def _see(self, member: Member, wanted: tuple[Wanted, ...], began: float) -> None:
-        """Look at one engine; of two looks, that which began later counts."""
-        name = member.name
-        try:
-            part = await self._roster.asked(member)
-            engine = engine_status(part.member, part.before, str(part.failure or ""), wanted)
-            if name not in self._engines or self._engines[name][0] <= began:
-                self._engines[name] = began, engine
-        finally:
-            if self._late.get(name) is asyncio.current_task():
-                del self._late[name]
-                self._show(self.status.wanted)
+    def _late(self, at: float, ask: asyncio.Task[Part]) -> None:
+        self._take(self.status.wanted, at, ask)
+        self._show(self.status.wanted)
 
     def _show(self, wanted: Iterable[Wanted]) -> None:
         """Have all readers know what was seen."""
@@ -133,18 +123,15 @@ class Observer:
         engines = [
             self._engines[each.name][1]
             if each.name in self._engines
-            else engine_status(each, None, "it has not answered yet")
+            else EngineStatus.of(each, None, "it has not answered yet")
             for each in self._roster.one_each(self.members.values())
         ]
-        self.status = FleetStatus(
-            state=common_state(engines), engines=engines, wanted=list(wanted), progress=self._fleet.progress
-        )
+        self.status = FleetStatus.of(engines, wanted, self._fleet.progress)
         self._seen(self.status)
 
-    def _near(self, names: Iterable[str]) -> set[str]:
-        found = set(names)
-        gpus = {gpu for engine in self.status.engines if engine.name in found for gpu in engine.gpus}
-        return found | {engine.name for engine in self.status.engines if gpus & set(engine.gpus)}
+    def _near(self, names: set[str]) -> set[str]:
+        gpus = {gpu for engine in self.status.engines if engine.name in names for gpu in engine.gpus}
+        return names | {engine.name for engine in self.status.engines if gpus & set(engine.gpus)}
 
     def _complain(self, trouble: str, bug: Exception | None = None) -> None:
         if trouble != self.trouble:

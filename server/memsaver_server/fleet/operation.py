@@ -10,7 +10,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from memsaver_core.contract.errors import LeaseEndedError, TooLateToCancelError
-from memsaver_core.contract.requests import AskedOfFleet, FleetRelease
+from memsaver_core.contract.requests import Asked, AskedOfFleet, FleetRelease
 from memsaver_server import clock
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.record import Known, Outcome, Running, Wanted
@@ -85,7 +85,6 @@ class FleetOperation(Operation):
     def of(
         cls, asked: AskedOfFleet, operation_id: str = "", client: str = "", origin: Origin = "caller", cause: str = ""
     ) -> FleetOperation:
-        """Return a new operation."""
         named = operation_id or uuid.uuid4().hex[:12]
         until_asked = origin == "turns" or (isinstance(asked, FleetRelease) and asked.wake_on_request)
         operation = cls(
@@ -112,7 +111,6 @@ class FleetOperation(Operation):
 
     @property
     def asked(self) -> AskedOfFleet:
-        """The request."""
         assert isinstance(self.request, AskedOfFleet)
         return self.request
 
@@ -121,10 +119,18 @@ class FleetOperation(Operation):
         """What became of every engine; None while it runs, or if it could not be begun."""
         return self.report if isinstance(self.report, FleetResult) else None
 
+    def join(self, request: Asked) -> bool:
+        return not self.given_up.is_set() and super().join(request)
+
     def answers(self, asked: AskedOfFleet) -> bool:
         """Whether a call under its id gets its result: one of the same request, as long as the id is kept."""
         kept = self.finished_at is None or self.finished_at > time.time() - KEPT_S
-        return kept and self.answers_repeats and self.request.digest() == asked.digest()
+        return kept and self.answers_repeats and self.digest == asked.digest()
+
+    async def outcome(self) -> FleetResult:
+        """Wait for its end; return its result, or raise why it could not be begun. Its callers may be cancelled."""
+        assert self.task is not None
+        return await asyncio.shield(self.task)
 
     def known(self, outcome: Outcome) -> Known:
         """Return what the record keeps of its id."""
@@ -149,7 +155,6 @@ class FleetOperation(Operation):
         }
 
     def go(self, event: str) -> None:
-        """Go to the table's next state."""
         with self.changed:
             self.advance(event)
 
@@ -172,7 +177,6 @@ class FleetOperation(Operation):
         return about
 
     def progress_now(self) -> FleetProgress:
-        """Return how far it is."""
         return FleetProgress(
             operation=self.request.operation,
             operation_id=self.id,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,8 @@ from memsaver_core.contract.status import OccupationAnswer
 from memsaver_server import clock
 from memsaver_server.fleet.connection import Connection, EngineFailure
 from memsaver_server.fleet.members import Member
-from memsaver_server.fleet.results import EngineResult
+from memsaver_server.fleet.record import Wanted
+from memsaver_server.fleet.results import EngineResult, EngineStatus, state_of
 
 
 @dataclass
@@ -92,11 +93,9 @@ class Part:
             self.fail("asking", EngineFailure("changed", "the operation had ended before, and was undone since"))
 
     def ended(self) -> None:
-        """Note how long its part took."""
         self.seconds = clock.monotonic() - self._began
 
     async def look(self) -> None:
-        """Ask the engine what it holds now."""
         try:
             self.after = await self.connection.occupation()
         except EngineFailure as failure:
@@ -131,6 +130,9 @@ class Part:
         """Return the tags whose content must be written again."""
         return tuple(tag.tag for tag in self.after.tags if tag.content == "lost") if self.after else ()
 
+    def status(self, wanted: Iterable[Wanted]) -> EngineStatus:
+        return EngineStatus.of(self.member, self.before, self.failure, wanted)
+
     def result(self, *, undone: bool) -> EngineResult:
         """Return the row of the answer; ``undone``: the operation as a whole was given up."""
         answer = None if undone else self.answer
@@ -149,8 +151,3 @@ class Part:
             error=str(failure) if failure else "",
             lost=self.lost(),
         )
-
-
-def state_of(occupation: OccupationAnswer) -> str:
-    """Return the state in one word."""
-    return "prepared" if occupation.prepared is not None else occupation.state

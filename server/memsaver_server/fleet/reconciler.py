@@ -12,10 +12,9 @@ from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import Member, MembershipError
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.record import VERBS, Keeper, RecordError, Wanted
+from memsaver_server.fleet.record import VERBS, Keeper, RecordError, Wanted, wishes_for
 from memsaver_server.fleet.results import EngineResult, FleetResult
 from memsaver_server.fleet.roster import Roster
-from memsaver_server.fleet.status import wishes_for
 from memsaver_server.fleet.watching import Hub
 
 logger = logging.getLogger("memsaver")
@@ -44,7 +43,7 @@ class Reconciler:
         self._locks = locks
         self._hub = hub
         self._troubles: dict[str, str] = {}  # what was logged last, by engine
-        self._failed: dict[str, str] = {}  # the operation that has failed, by engine
+        self._failed: dict[str, FleetOperation] = {}  # what has failed last, by engine
         self._late: set[asyncio.Future[object]] = set()  # rounds that wait for engines that are silent
         self._busy: set[str] = set()  # engines that are asked, or brought to what is wanted
 
@@ -93,8 +92,9 @@ class Reconciler:
         members = [each for each in await self._roster.members() if each.name not in self._busy]
         wanted = (await self._keeper.load()).wanted
         results = await asyncio.gather(*(self._bring(member, wanted) for member in members))
-        for name in self._troubles.keys() - self._busy - {member.name for member in members}:
-            del self._troubles[name]
+        for of_engines in (self._troubles, self._failed):
+            for name in of_engines.keys() - self._busy - {member.name for member in members}:
+                del of_engines[name]
         return [result for each in results for result in each]
 
     async def _bring(self, member: Member, wanted: tuple[Wanted, ...]) -> list[EngineResult]:
@@ -119,14 +119,16 @@ class Reconciler:
         cause = f"wanted {wish.state} since operation {wish.operation_id}{of}"
         asked = wish.asked().model_copy(update={"tags": tags, "selector": Selector(names=(name,))})
         # What fails is tried at each interval: all attempts are one operation.
-        operation = FleetOperation.of(asked, self._failed.pop(name, ""), self._name, "reconciler", cause)
+        failed = self._failed.pop(name, None)
+        operation_id = failed.id if failed is not None and failed.request.operation == verb else ""
+        operation = FleetOperation.of(asked, operation_id, self._name, "reconciler", cause)
         operation.parts = [Part(part.member, part.connection)]
         (result,) = (await self._perform(operation, {"tags": list(tags), **wish.options})).engines
         self._report(operation.parts[0])
         if result.success:
             logger.warning("engine %s was not as wanted: %s of %s, %s", name, verb, ", ".join(tags), cause)
         else:
-            self._failed[name] = operation.id
+            self._failed[name] = operation
         self._hub.publish("reconciled", name, **result.model_dump(mode="json"))
         return result
 

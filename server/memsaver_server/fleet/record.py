@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from memsaver_core.contract.requests import ASKED_OF_FLEET, STATES, AskedOfFleet, Selector, Verb
+from memsaver_core.contract.requests import ASKED_OF_FLEET, STATES, AskedOfFleet, Described, Selector, Verb
 from memsaver_server.operation.history import KEPT_S, MAX_KEPT
 from memsaver_server.wrong_fields import wrong_fields
 
@@ -87,13 +87,18 @@ class Known(BaseModel):
 
 
 class Prepared(BaseModel):
-    """What one engine has prepared: its own operation, empty until it is known, and the tags that this moves."""
+    """What one engine has prepared: its own operation, empty until it is known, and the tags that this moves.
+
+    Attributes:
+        gpus: the UUIDs of those that it uses.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     url: str
     operation_id: str = ""
     tags: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
 
 
 class Running(BaseModel):
@@ -236,6 +241,15 @@ def _covers(new: Wanted, old: Wanted) -> bool:
     return selected and (new.tags is None or (old.tags is not None and set(old.tags) <= set(new.tags)))
 
 
+def wishes_for(member: Described, wanted: Iterable[Wanted]) -> dict[str | None, Wanted]:
+    """Return the wish that counts for each tag of an engine; that of None counts for tags that are not named."""
+    found: dict[str | None, Wanted] = {}
+    for wish in wanted:
+        if wish.selector.matches(member):
+            found = {None: wish} if wish.tags is None else {**found, **dict.fromkeys(wish.tags, wish)}
+    return found
+
+
 _Change = Callable[[RecordContent], RecordContent]
 
 
@@ -260,7 +274,6 @@ class Keeper:
             return content
 
     async def running(self, operation_id: str, running: Running) -> None:
-        """Note how far an operation is."""
         await self._change(
             lambda content: content.model_copy(update={"running": {**content.running, operation_id: running}})
         )

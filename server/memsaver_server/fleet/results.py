@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -12,10 +12,16 @@ from memsaver_core.contract.reports import OperationAnswer, OperationStatusAnswe
 from memsaver_core.contract.requests import FleetMode
 from memsaver_core.contract.status import EngineRow as EngineRow
 from memsaver_core.contract.status import FleetOccupation, MemberRow, OccupationAnswer
-from memsaver_server.fleet.record import Wanted
+from memsaver_server.fleet.members import Member
+from memsaver_server.fleet.record import Wanted, wishes_for
 
 #: What a fleet's operation does now.
 Stage = Literal["asking", "preparing", "committing", "aborting", "rolling_back", "ended"]
+
+
+def state_of(occupation: OccupationAnswer) -> str:
+    """Return the state of an engine in one word."""
+    return "prepared" if occupation.prepared is not None else occupation.state
 
 
 class FleetError(Exception):
@@ -73,6 +79,20 @@ class EngineStatus(MemberRow):
     error: str = ""
     occupation: OccupationAnswer | None = None
 
+    @classmethod
+    def of(
+        cls, member: Member, occupation: OccupationAnswer | None, error: object, wanted: Iterable[Wanted] = ()
+    ) -> EngineStatus:
+        wishes = {wish.state for wish in wishes_for(member, wanted).values()}
+        return cls(
+            **{name: getattr(member, name) for name in MemberRow.model_fields if name != "alive"},
+            alive=occupation is not None,
+            state=state_of(occupation) if occupation is not None else "unknown",
+            wanted="mixed" if len(wishes) > 1 else next(iter(wishes), ""),
+            error=str(error or ""),
+            occupation=occupation,
+        )
+
 
 class FleetProgress(Model):
     """An operation of the fleet. ``engines`` gives the stage of each: waiting, preparing, prepared, committing, done,
@@ -94,13 +114,20 @@ class FleetStatus(Model):
     wanted: list[Wanted]
     progress: FleetProgress | None = None
 
+    @classmethod
+    def of(cls, engines: list[EngineStatus], wanted: Iterable[Wanted], progress: FleetProgress | None) -> FleetStatus:
+        states = {engine.state for engine in engines if engine.alive}
+        state = states.pop() if len(states) == 1 else "mixed" if states else ""
+        return cls(state=state, engines=engines, wanted=list(wanted), progress=progress)
+
 
 class FleetEvent(Model):
     """One event of ``watch``.
 
-    ``event`` is ``joined``, ``left``, ``state`` (an engine's state changed), ``dead``, ``back``, ``progress`` (an
-    operation's on one engine), ``operation`` (the fleet's: stage changed), ``result`` (it ended), ``reconciled``,
-    or ``error`` (the members cannot be read). ``engine`` is the engine's name, or empty.
+    ``event`` is ``joined``, ``left``, ``state`` (an engine's state changed), ``silent`` (it gives no answer yet),
+    ``dead``, ``back``, ``progress`` (an operation's on one engine), ``operation`` (the fleet's: stage changed),
+    ``result`` (it ended), ``reconciled``, or ``error`` (the members cannot be read). ``engine`` is the engine's name,
+    or empty.
     """
 
     at: float

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from memsaver_core.contract.requests import Selector
 from memsaver_server import clock
@@ -15,9 +16,6 @@ from memsaver_server.fleet.connection import QUIET_S, Connection, Coordinator, E
 from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import Member, Membership
 from memsaver_server.fleet.parts import Part
-
-#: Calls of those that engines answer at once that are in flight at a time.
-SHORT_CALLS = 64
 
 #: How long two addresses count as one engine's before they are asked again, seconds.
 KNOWN_S = 60.0
@@ -29,33 +27,21 @@ _Key = tuple[str, str, str | None]
 class Roster:
     """Use it in one event loop. Its methods raise MembershipError."""
 
-    def __init__(
-        self,
-        membership: Membership,
-        locks: Locks,
-        api_key: str | None,
-        silence_s: float,
-        verify: ssl.SSLContext | bool,
-        coordinator: Coordinator,
-    ) -> None:
+    def __init__(self, membership: Membership, locks: Locks, coordinator: Coordinator) -> None:
         self.membership = membership
         self._coordinator = coordinator
         self._locks = locks
-        self._api_key = api_key
-        self._silence_s = silence_s
-        # One for all: making one takes longer than a call.
-        self._verify = ssl.create_default_context() if verify is True else verify
-        self._turns = asyncio.Semaphore(SHORT_CALLS)
         self._connections: dict[_Key, Connection] = {}
-        self._round: asyncio.Future[list[Part]] | None = None
-        self._round_began = 0.0
+        self._asks: dict[_Key, tuple[float, asyncio.Task[Part]]] = {}  # those of ``asking``, and when they began
         self._ids: dict[str, tuple[str, str, float]] = {}  # of members: address, id of the engine, until when
         self._aliases: dict[str, str] = {}  # members that were found to be another one's engine
         self._known: dict[str, Member] = {}  # as listed, with what the engine said of itself
 
     async def members(self) -> list[Member]:
         """Return the members, each engine once."""
-        return self.one_each(await self.membership.members())
+        listed = self.one_each(await self.membership.members())
+        await self._drop_all_but(listed)
+        return listed
 
     def one_each(self, members: Iterable[Member]) -> list[Member]:
         """Return the members without further addresses of an engine, as far as engines have said who they are."""
@@ -75,7 +61,6 @@ class Roster:
         A member that does not answer, and never did, is selected if it may match.
         """
         listed = await self.members()
-        await self._drop_all_but(listed)
         candidates = [Part(member, self.connection(member)) for member in listed if selector.may_match(member)]
         asking(candidates)
         asks = {asyncio.create_task(self.ask(part)): part for part in candidates}
@@ -91,14 +76,22 @@ class Roster:
         each = [asked[member.name] for member in self.one_each(part.member for part in asked.values())]
         return [part for part in each if selector.matches(part.member) or self._is_unknown(part, selector)]
 
-    async def look(self, max_age_s: float = 0.0) -> list[Part]:
-        """Return a part for every member, as it was at most ``max_age_s`` seconds before this call, for reading alone:
-        all who look at the fleet share them."""
-        oldest = clock.monotonic() - max_age_s
-        if self._round is None or self._round_began < oldest:
-            self._round_began = clock.monotonic()
-            self._round = asyncio.ensure_future(self.parts(Selector()))
-        return await asyncio.shield(self._round)
+    def asking(self, member: Member, max_age_s: float = 0.0, *, anew: bool = False) -> tuple[float, asyncio.Task[Part]]:
+        """Return when a member was asked, and the task that does. All who look at the fleet share them, for reading
+        alone: one that began at most ``max_age_s`` seconds before this call, or unless ``anew`` that of a silent one.
+        """
+        key, now = _key(member), clock.monotonic()
+        at, ask = self._asks.get(key, (-math.inf, None))
+        waits = ask is not None and not ask.done() and not anew and self.connection(member).silent_s
+        if ask is None or (at < now - max_age_s and not waits):
+            at, ask = self._asks[key] = now, asyncio.create_task(self.asked(member))
+        return at, ask
+
+    async def until_answered(self, calls: Iterable[tuple[Member, asyncio.Task[Any]]]) -> None:
+        """Wait until each of these calls of engines has ended, or its engine is silent."""
+        pairs = list(calls)
+        while waits := [call for member, call in pairs if not call.done() and not self.connection(member).silent_s]:
+            await asyncio.wait(waits, timeout=QUIET_S / 4)
 
     async def find(self, name: str, url: str) -> Member:
         """Return the member as it is listed, or one that is not listed any more."""
@@ -106,16 +99,12 @@ class Roster:
         return listed[name] if name in listed and listed[name].url == url else Member(name, url)
 
     def connection(self, member: Member) -> Connection:
-        """Return the connection to a member, which is kept."""
-        key = (member.name, member.url, member.api_key)
+        key = _key(member)
         if key not in self._connections:
-            self._connections[key] = Connection(
-                member, self._api_key, self._silence_s, self._verify, self._turns, self._coordinator
-            )
+            self._connections[key] = Connection(member, self._coordinator)
         return self._connections[key]
 
     async def asked(self, member: Member) -> Part:
-        """Return a part for one member, after asking it."""
         part = Part(member, self.connection(member))
         await self.ask(part)
         return part
@@ -149,10 +138,16 @@ class Roster:
 
     async def _drop_all_but(self, members: Sequence[Member]) -> None:
         """Close the connections that no member has, and no operation uses."""
-        keys = {(member.name, member.url, member.api_key) for member in members}
+        keys = set(map(_key, members))
+        for key in self._asks.keys() - keys:
+            self._asks.pop(key)[1].cancel()
         for key in [key for key in self._connections if key not in keys and not self._locks.any_held(key[:1])]:
             if (connection := self._connections.pop(key, None)) is not None:  # else another call closes it
                 await connection.close()
         for name in self._known.keys() - {member.name for member in members}:
             del self._known[name]
         self._ids = {name: each for name, each in self._ids.items() if clock.monotonic() < each[2]}
+
+
+def _key(member: Member) -> _Key:
+    return member.name, member.url, member.api_key

@@ -9,9 +9,9 @@ from contextlib import suppress
 from typing import Any
 
 from memsaver_server.fleet.connection import EngineFailure
-from memsaver_server.fleet.members import MembershipError
-from memsaver_server.fleet.parts import Part, state_of
-from memsaver_server.fleet.results import FleetEvent
+from memsaver_server.fleet.members import Member, MembershipError
+from memsaver_server.fleet.parts import Part
+from memsaver_server.fleet.results import FleetEvent, state_of
 from memsaver_server.fleet.roster import Roster
 
 #: Events that wait for one watcher; a slower one loses the oldest.
@@ -30,7 +30,6 @@ class Hub:
             watcher.put(event, engine, **data)
 
     async def watch(self, roster: Roster, interval_s: float) -> AsyncIterator[FleetEvent]:
-        """See ``AsyncFleet.watch``."""
         watcher = _Watcher(roster)
         self._watchers.add(watcher)
         looking = asyncio.create_task(watcher.look(interval_s))
@@ -52,7 +51,8 @@ class _Watcher:
     def __init__(self, roster: Roster) -> None:
         self.events: asyncio.Queue[FleetEvent | None] = asyncio.Queue(_WAITING)  # None is the end
         self._roster = roster
-        self._seen: dict[str, str] = {}  # the state of each member; empty for one that does not answer
+        self._seen: dict[str, str] = {}  # the state of each member; ``silent``, or empty for one that does not answer
+        self._follows: dict[str, asyncio.Task[None]] = {}  # of the operation that each member carries out
         self._progress: dict[str, object] = {}
         self._trouble = ""
 
@@ -67,34 +67,48 @@ class _Watcher:
     async def look(self, interval_s: float) -> None:
         while True:
             try:
-                parts = await self._roster.look(interval_s / 2)
+                members = await self._roster.members()
             except MembershipError as error:
                 if str(error) != self._trouble:
                     self.put("error", error=str(error))
                 self._trouble = str(error)
             else:
                 self._trouble = ""
-                self._compare(parts)
-                await asyncio.gather(*map(self._follow, parts))
+                await self._look(members, interval_s / 2)
             await asyncio.sleep(interval_s)
 
-    def _compare(self, parts: list[Part]) -> None:
-        for name in self._seen.keys() - {part.member.name for part in parts}:
+    async def _look(self, members: list[Member], max_age_s: float) -> None:
+        for name in self._seen.keys() - {member.name for member in members}:
             del self._seen[name]
             self.put("left", name)
-        for part in parts:
-            name = part.member.name
-            state = state_of(part.before) if part.before is not None else ""
-            known = self._seen.get(name)
-            self._seen[name] = state
-            if known is None:
-                self.put("joined", name, url=part.member.url, model=part.member.model)
-            if not state and known != "":
-                self.put("dead", name, error=str(part.failure))
-            elif state and known == "":
-                self.put("back", name, state=state)
-            elif state != known:
-                self.put("state", name, state=state)
+        asks = [(member, self._roster.asking(member, max_age_s)[1]) for member in members]
+        await self._roster.until_answered(asks)
+        said = [(member, ask.result() if ask.done() and not ask.cancelled() else None) for member, ask in asks]
+        for member, part in said:
+            self._compare(member, part)
+        self._follows = {name: follow for name, follow in self._follows.items() if not follow.done()}
+        for member, part in said:
+            if part is not None and member.name not in self._follows:
+                self._follows[member.name] = asyncio.create_task(self._follow(part))
+        await self._roster.until_answered(
+            (member, self._follows[member.name]) for member, part in said if part is not None
+        )
+
+    def _compare(self, member: Member, part: Part | None) -> None:
+        """Report what is new of a member; ``part``: what it said; None: it is silent."""
+        name, known = member.name, self._seen.get(member.name)
+        state = "silent" if part is None else state_of(part.before) if part.before is not None else ""
+        self._seen[name] = state
+        if known is None:
+            self.put("joined", name, url=member.url, model=part.member.model if part else member.model)
+        if state == known:
+            return
+        if part is None:
+            self.put("silent", name, error=f"{member.url} gives no answer")
+        elif not state:
+            self.put("dead", name, error=str(part.failure))
+        else:
+            self.put("back" if known in ("", "silent") else "state", name, state=state)
 
     async def _follow(self, part: Part) -> None:
         """Report the progress of the operation that the engine carries out."""

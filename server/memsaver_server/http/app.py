@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from memsaver_core.contract.errors import ForbiddenError, MemsaverError, UnauthorizedError
 from memsaver_server.controller import Answer, Controller
-from memsaver_server.http.auth import is_known
+from memsaver_server.http.auth import kind_of
 from memsaver_server.http.fairness import FairnessMiddleware
 from memsaver_server.http.service import Service, response_of, service_of
 from memsaver_server.http.shutdown import ShutdownMiddleware
@@ -50,7 +50,7 @@ def application(
         redoc_url=None,
     )
     app.state.memsaver = service
-    app.add_middleware(FairnessMiddleware, queue=service.fair_queue, knows=partial(is_known, settings))
+    app.add_middleware(FairnessMiddleware, queue=service.fair_queue, kind_of=partial(kind_of, settings))
     app.add_middleware(ShutdownMiddleware, closing=controller.closing)
     for router in routers:
         app.include_router(router)

@@ -13,6 +13,8 @@ from pydantic import SecretStr
 from starlette.types import Scope
 
 from memsaver_core.contract.errors import ConfigurationError, ForbiddenError, UnauthorizedError
+from memsaver_server.http.fairness import Kind
+from memsaver_server.http.request_signing import is_signed
 from memsaver_server.settings import Settings
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
@@ -32,10 +34,13 @@ def has_valid_key(request: Request, key: SecretStr | None) -> bool:
     return key is not None and scheme.lower() == "bearer" and hmac.compare_digest(sent, key.get_secret_value().encode())
 
 
-def is_known(settings: Settings, scope: Scope) -> bool:
-    """Return whether a request carries a key that is valid, or needs none."""
+def kind_of(settings: Settings, scope: Scope) -> Kind:
+    """Return the kind of a request, by which it has its turn; whether a signature is valid shows its body alone."""
     request = Request(scope)
-    return settings.api_key is None or any(has_valid_key(request, key) for key in (settings.api_key, settings.read_key))
+    keys = (settings.api_key, settings.read_key)
+    if settings.api_key is not None and not any(has_valid_key(request, key) for key in keys):
+        return "signed" if is_signed(request.headers) else "unknown"
+    return "reads" if request.method in ("GET", "HEAD") else "changes"
 
 
 def check_key(request: Request, settings: Settings, *, reads: bool = False) -> None:

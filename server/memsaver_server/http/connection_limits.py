@@ -186,7 +186,6 @@ class LimitedProtocol(H11Protocol):
             self._end_with(Answer.error(408, "body_late", f"the body was sent too slowly; {wanted}"))
 
     def send_400_response(self, msg: str) -> None:
-        """Answer malformed HTTP."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._end_with(Answer.error(400, "bad_request", msg))
         else:
@@ -208,6 +207,5 @@ class LimitedProtocol(H11Protocol):
 
 
 def max_connections() -> int:
-    """Return the limit on connections now."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(MAX_CONNECTIONS, files // 2) if files != resource.RLIM_INFINITY else MAX_CONNECTIONS

@@ -2,8 +2,8 @@
 
 The loop serves ready tasks in order. When a batch of 64 generations ends, parsing and serializing them takes 20 ms,
 for which a later ``/livez`` would wait. So a few requests proceed in each iteration of the loop: probes at once, and
-callers without a valid key, requests that change something, and all others by turns. A connection has one request
-in progress at a time, so each kind is served fairly by connection.
+by turns callers without a valid key, those who sign, requests that change something, and all others. A connection has
+one request in progress at a time, so each kind is served fairly by connection.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 #: Requests that proceed in one iteration of the event loop.
 REQUESTS_PER_ITERATION = 2
 PROBES = frozenset({"/livez", "/health", "/readyz", "/metrics"})
-#: Of requests; ``unknown``: their caller has shown no valid key.
-Kind = Literal["reads", "changes", "unknown"]
+#: Of requests; ``unknown``: their caller has shown no valid key; ``signed``: but a signature, valid or not.
+Kind = Literal["reads", "changes", "signed", "unknown"]
 
 
 class FairQueue:
@@ -56,15 +56,14 @@ class FairQueue:
 
 
 class FairnessMiddleware:
-    """Queues all requests but probes, by kind; ``knows`` says whether a caller's key is valid, or none is needed."""
+    """Queues all requests but probes, by kind."""
 
-    def __init__(self, app: ASGIApp, queue: FairQueue, knows: Callable[[Scope], bool] = lambda _: True) -> None:
+    def __init__(self, app: ASGIApp, queue: FairQueue, kind_of: Callable[[Scope], Kind]) -> None:
         self._app = app
         self._queue = queue
-        self._knows = knows
+        self._kind_of = kind_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope.get("path") not in PROBES:
-            reads = scope["method"] in ("GET", "HEAD")
-            await self._queue.wait("unknown" if not self._knows(scope) else "reads" if reads else "changes")
+            await self._queue.wait(self._kind_of(scope))
         await self._app(scope, receive, send)

@@ -40,7 +40,6 @@ class NonceCache:
 
 
 def is_signed(headers: Mapping[str, str]) -> bool:
-    """Return whether the request has a signature, valid or not."""
     return any(name in headers for name in BODY_HEADERS)
 
 

@@ -58,7 +58,6 @@ class Service:
         return response_of(accepted(operation) if asked.run_async else self.controller.answer(operation))
 
     async def commit(self, request: Request, operation: Operation) -> JSONResponse:
-        """Carry out what is prepared, and return the response to it."""
         await self.controller.commit(operation, key_of(request))
         return response_of(self.controller.answer(operation))
 

@@ -38,7 +38,6 @@ class History(Generic[_Operation]):
         return self._by_id.get(operation_id)
 
     def recent(self) -> list[_Operation]:
-        """Return the remembered operations, newest first."""
         return list(reversed(self._by_id.values()))
 
     def add(self, operation: _Operation) -> None:

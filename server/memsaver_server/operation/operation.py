@@ -74,6 +74,7 @@ class Operation:
         changed: the lock of all that follows; those of one queue share it. No other lock of the service is taken in it.
         state: where in the table it is.
         cancelled_by: who has cancelled it; if that was too late, it ends otherwise all the same.
+        forced_by: who has cancelled it without being its owner.
         committed: it was prepared, and goes on.
         callers: how many calls it answers.
         memory_state: the state of the memory when it ended.
@@ -89,6 +90,7 @@ class Operation:
     changed: threading.Condition = field(default_factory=threading.Condition)
     state: str = field(init=False)
     cancelled_by: str | None = None
+    forced_by: str | None = None
     committed: bool = False
     callers: int = 1
     created_at: float = field(default_factory=time.time)
@@ -142,7 +144,6 @@ class Operation:
 
     @property
     def phase(self) -> str:
-        """The phase that runs now, or an empty string."""
         return self.log.now if self.is_running else ""
 
     @property
@@ -152,7 +153,6 @@ class Operation:
 
     @property
     def phases(self) -> tuple[PhaseReport, ...]:
-        """The phases that have ended."""
         return self.log.phases if self.report is None else self.report.phases
 
     @property
@@ -218,7 +218,7 @@ class Operation:
 
     def audited(self) -> dict[str, object]:
         """Return what the audit log has of it beside what it has of every operation."""
-        return {}
+        return {} if self.forced_by is None else {"forced_by": self.forced_by}
 
     def conflict(self, refused: str, advice: str) -> ConflictError:
         """Return the error of a call that cannot be done because of this operation: what is ``refused``, and what the
@@ -229,11 +229,15 @@ class Operation:
         owner = (self.client, self.lease_left_s()) if lease else (None, None)
         return ConflictError(message, verb, self.id, *owner)
 
-    def check_owner(self, key: str | None) -> None:
-        """Raise ConflictError if it is to be prepared under another key, and not committed."""
+    def check_owner(self, key: str | None, forced_by: str | None = None) -> None:
+        """Raise ConflictError if it is to be prepared under another key, and not committed; or note who forces it."""
         if self.key not in (None, key) and self.blocks_others and not self.has_ended:
+            self.forced_by = forced_by
+            if forced_by is not None:
+                return
             raise self.conflict(
-                "this call does not have the Idempotency-Key of the operation's owner", "Send that key, or wait"
+                "this call does not have the Idempotency-Key of the operation's owner",
+                "Send that key, wait, or abort it by force",
             )
 
     # What callers do.
@@ -387,6 +391,8 @@ class Operation:
         """Return it as it answers repeats after it is forgotten: without phases, and figures by tag and device."""
         kept = copy(self)
         kept.memory, kept.log = None, PhaseLog(tuple)
+        if self.error is not None:  # what led to it has tracebacks, too
+            self.error.__context__ = self.error.__cause__ = None
         if self.report is not None:
             kept.report = self.report.model_copy(update={"tags": (), "phases": (), "devices": ()})
         return kept

@@ -57,7 +57,6 @@ class OperationQueue:
 
     @property
     def running(self) -> Operation | None:
-        """The operation in progress."""
         with self._changed:
             return self._pending[0][0] if self._pending else None
 
@@ -66,7 +65,6 @@ class OperationQueue:
             return self._history.get(operation_id)
 
     def recent(self) -> list[Operation]:
-        """Return the remembered operations, newest first."""
         with self._changed:
             return self._history.recent()
 

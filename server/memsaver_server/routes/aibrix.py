@@ -44,7 +44,6 @@ class RuntimeAnswer(Model):
 
 
 def router(models: Models) -> APIRouter:
-    """Return the routes of this dialect."""
     responses = {200: {"model": RuntimeAnswer}, **failures(models.failures)}
     routes = APIRouter(
         route_class=NamesIgnored, tags=["runtime models"], dependencies=[Depends(guard)], responses=responses

@@ -45,12 +45,10 @@ RECENT = 30
 
 
 def router(_models: Models) -> APIRouter:
-    """Return the routes."""
     routes = APIRouter(include_in_schema=False)  # not part of the API: the feed changes with the page
 
     @routes.get("/")
     async def page() -> Response:
-        """The page."""
         return _file("index.html")
 
     @routes.get("/dashboard/feed")
@@ -62,7 +60,6 @@ def router(_models: Models) -> APIRouter:
 
     @routes.get("/dashboard/{name}")
     async def page_file(name: str) -> Response:
-        """A file of the page."""
         if name not in FILES:
             raise NotFoundError(f"the dashboard has no file {name!r}")
         return _file(name)

@@ -26,7 +26,6 @@ _CONTENT = {"application/json": {"schema": {"type": "object", "properties": _FIE
 
 
 def router(_models: Models) -> APIRouter:
-    """Return the route."""
     routes = APIRouter(route_class=NamesIgnored, tags=["generation"], dependencies=[Depends(guard)])
 
     @routes.post("/generate", responses=failures(), openapi_extra={"requestBody": {"content": _CONTENT}})

@@ -17,7 +17,6 @@ from memsaver_server.http.unknown_fields import NamesIgnored
 
 
 def router(models: Models) -> APIRouter:
-    """Return the routes."""
     routes = APIRouter(route_class=NamesIgnored, tags=["memory occupation"], dependencies=[Depends(guard)])
     tagged = joined(Tagged, models.selected)
     by_tagged = Depends(fields_of(tagged))

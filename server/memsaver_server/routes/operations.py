@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import Field
 
 from memsaver_core.contract.requests import Fields
 from memsaver_server.controller import Controller, Models, Operation
@@ -28,8 +29,16 @@ _TOO_LATE = failures(
 _NoFields = Annotated[Fields, Depends(fields_of(Fields))]
 
 
+class Abort(Fields):
+    """How to abort."""
+
+    force: bool = Field(default=False, description="Although another Idempotency-Key has prepared it; is audited.")
+
+
+_Abort = Annotated[Abort, Depends(fields_of(Abort))]
+
+
 def router(models: Models) -> APIRouter:
-    """Return the routes."""
     routes = APIRouter(tags=["operations"], dependencies=[Depends(guard)])
 
     @routes.get("/operations", response_model=models.operations, responses=failures(only=REFUSED))
@@ -50,8 +59,11 @@ def router(models: Models) -> APIRouter:
 
         Memory and admission are then as before, and its callers get an error of type ``cancelled``. Idempotent.
         """
+        return await give_up(request, controller, operation_id, force=False)
+
+    async def give_up(request: Request, controller: Controller[Any], operation_id: str, *, force: bool) -> JSONResponse:
         found = controller.find(operation_id)
-        await controller.cancel(found, caller(request), key_of(request))
+        await controller.cancel(found, caller(request), key_of(request), force=force)
         return JSONResponse(controller.describe(found))
 
     @routes.post(
@@ -68,11 +80,11 @@ def router(models: Models) -> APIRouter:
         "/operations/{operation_id}/abort",
         response_model=models.operation,
         responses={**failures(), **_TOO_LATE},
-        openapi_extra=takes(Fields),
+        openapi_extra=takes(Abort),
     )
-    async def abort(request: Request, controller: ControllerOf, operation_id: str, _fields: _NoFields) -> JSONResponse:
+    async def abort(request: Request, controller: ControllerOf, operation_id: str, fields: _Abort) -> JSONResponse:
         """As ``DELETE /operations/{operation_id}``: undo the preparation of an operation that is not committed."""
-        return await cancel(request, controller, operation_id)
+        return await give_up(request, controller, operation_id, force=fields.force)
 
     @routes.get(
         "/operations/{operation_id}/events",
@@ -97,5 +109,4 @@ async def _events(controller: Controller[Any], operation: Operation) -> AsyncIte
 
 
 def event(name: str, data: Any) -> str:
-    """Return a server-sent event."""
     return f"event: {name}\ndata: {json.dumps(data)}\n\n"

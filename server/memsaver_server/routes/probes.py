@@ -21,7 +21,6 @@ _UNWELL: Responses = {
 
 
 def router(models: Models) -> APIRouter:
-    """Return the routes."""
     routes = APIRouter(tags=["probes"], dependencies=[Depends(guard_probes)])
 
     @routes.head("/livez", include_in_schema=False)

@@ -50,7 +50,7 @@ def router(_models: Models) -> APIRouter:
 def _model(controller: FleetController, name: str) -> dict[str, Any]:
     models = controller.turns.models
     if name not in models:
-        raise UnknownModelError(name, models)
+        raise UnknownModelError.of(name, models)
     engines = [{"name": slot.name, "url": slot.url, "state": slot.state} for slot in models[name]]
     return {"id": name, "object": "model", "created": 0, "owned_by": "memsaver", "engines": engines}
 

@@ -40,7 +40,6 @@ class Pause(Fields):
 
 
 def router(models: Models) -> APIRouter:
-    """Return the routes of this dialect."""
     routes = APIRouter(route_class=NamesIgnored, tags=["memory occupation"], dependencies=[Depends(guard)])
     answered = operated(models.done, {404: "No operation of the id to commit is remembered.", **models.failures})
     called: dict[str, Any] = {"response_model": models.message, "responses": failures(models.failures)}

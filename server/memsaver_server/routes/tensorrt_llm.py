@@ -66,7 +66,6 @@ async def guard_signed(request: Request) -> None:
 
 
 def router(models: Models) -> APIRouter:
-    """Return the routes of this dialect."""
     routes = APIRouter(route_class=NamesIgnored, tags=["runtime memory"], dependencies=[Depends(guard_signed)])
     responses = operated(models.done, models.failures)
     by_release, by_resume = Depends(fields_of(models.release)), Depends(fields_of(models.resume))

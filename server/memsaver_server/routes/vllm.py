@@ -1,19 +1,21 @@
-"""The dialect of vLLM, with fields in the query or in the body. AReaL and SkyRL call it."""
+"""The dialect of vLLM, with fields in the query or in the body. AReaL and SkyRL call it; and at a fleet Ray Serve LLM,
+which shares the path ``/sleep``: its body is ``{"model": NAME, "options": {...}}``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
-from pydantic import Field
+from pydantic import Field, ValidationError
 from starlette.requests import Request
 
 from memsaver_core.contract.errors import BadRequestError
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.requests import ASKS_ONLY, Acts, DrainMode, Fields
-from memsaver_server.controller import Answer, EngineRow, Models
+from memsaver_server.controller import Answer, Controller, EngineRow, Models
 from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, joined, operated, plain, takes
 from memsaver_server.http.service import ControllerOf, ServiceOf, response_of
@@ -33,6 +35,19 @@ class Sleep(Fields):
     mode: Annotated[DrainMode, Acts("service", lasting=True)] = "abort"
 
 
+class Options(Fields):
+    """Fields that Ray Serve LLM sends in ``options``."""
+
+    options: dict[str, Any] = Field(default={}, description="Ray Serve LLM: the other fields, for the engine.")
+
+
+class Pause(Options):
+    """Ray Serve LLM's pause."""
+
+    mode: Literal["abort", "wait", "keep"] = "abort"
+    clear_cache: bool = True
+
+
 class SleepingAnswer(Model):
     is_sleeping: bool
 
@@ -50,6 +65,13 @@ class FleetSleepingAnswer(SleepingAnswer):
     engines: list[EngineFlag]
 
 
+class FleetPausedAnswer(Model):
+    """Whether any engine is paused; ``flag`` says it of each."""
+
+    is_paused: bool
+    engines: list[EngineFlag]
+
+
 def release_of(fields: Any, models: Models) -> Any:
     """Return the release that a sleep asks for: level 2 discards the weights if they are among the tags."""
     restore = dict(fields.restore)
@@ -63,77 +85,131 @@ def release_of(fields: Any, models: Models) -> Any:
     return plain(fields, models.release, **changes)
 
 
+def whole(fields: Any) -> Any:
+    """Return the fields with those in ``options``, which override.
+
+    Raises:
+        BadRequestError: one has a wrong value, or does not exist.
+    """
+    if not isinstance(fields, Options):
+        return fields
+    given = {name: getattr(fields, name) for name in fields.model_fields_set - {"options"}}
+    try:
+        return type(fields).model_validate({**given, **fields.options, "options": {}})
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise BadRequestError(f"cannot use the options: {wrong}") from None
+
+
 def router(models: Models) -> APIRouter:
-    """Return the routes of this dialect."""
+    """Return the routes of vLLM's dialect; of a fleet with those of Ray Serve LLM."""
     routes = APIRouter(route_class=NamesIgnored, tags=["sleep mode"], dependencies=[Depends(guard)])
     responses = operated(models.done | models.message, models.failures)
-    sleeps = joined(Sleep, models.release)
-    by_sleeps, by_release, by_resume, by_selected = (
-        Depends(fields_of(each)) for each in (sleeps, models.release, models.resume, models.selected)
+    release, wakes = models.release, joined(Options, models.resume) if models.several else models.resume
+    sleeps = joined(Sleep, joined(Options, release) if models.several else release)
+    by_sleeps, by_release, by_wakes, by_selected = (
+        Depends(fields_of(each)) for each in (sleeps, release, wakes, models.selected)
     )
 
-    if not models.several:  # a fleet has these two from ray_serve, which takes Ray's body, too
+    @routes.post("/sleep", responses=responses, openapi_extra=takes(sleeps))
+    async def sleep(request: Request, service: ServiceOf, fields: Any = by_sleeps) -> JSONResponse:
+        """Level 0 pauses scheduling; 1 releases memory and keeps the weights on the host; 2 discards them; 3
+        hibernates."""
+        fields = whole(fields)
+        if fields.level > 0:
+            return await service.answer(request, release_of(fields, models))
+        if others := sorted(fields.model_fields_set - _OF_A_PAUSE):
+            raise BadRequestError(f"a sleep of level 0 moves no memory, so {others[0]!r} has no effect; leave it out")
+        if fields.asks_only:
+            await service.controller.rows(fields)
+            return response_of(Answer.message("Dry run: scheduling would be paused; memory stays."))
+        return response_of(await service.controller.pause(fields, fields.mode, fields.timeout_s, asleep=True))
 
-        @routes.post("/sleep", responses=responses, openapi_extra=takes(sleeps))
-        async def sleep_(request: Request, service: ServiceOf, fields: Any = by_sleeps) -> JSONResponse:
-            """Level 0 pauses scheduling; 1 releases memory and keeps the weights on the host; 2 discards them; 3
-            hibernates."""
-            return await sleep(request, service, fields)
+    @routes.post("/wake_up", responses=responses, openapi_extra=takes(wakes))
+    async def wake_up(request: Request, service: ServiceOf, fields: Any = by_wakes) -> JSONResponse:
+        """Resume memory, and scheduling when all of it is resident."""
+        controller, fields = service.controller, whole(fields)
+        tags = tuple(tag for tag in fields.tags if tag != SCHEDULING)
+        if fields.tags and not tags:  # only this tag undoes a sleep of level 0
+            if fields.asks_only:
+                await controller.rows(fields)
+                return response_of(Answer.message("Dry run: scheduling would continue."))
+            return response_of(await controller.continue_(fields, scheduling=True))
+        resume = plain(fields, models.resume, tags=tags)
+        if resume.asks_only or resume.run_async:
+            return await service.answer(request, resume)
+        operation = await service.operate(request, resume)
+        if operation.status == "succeeded":
+            await controller.continue_(fields)
+        return response_of(controller.answer(operation))
 
-        @routes.post("/wake_up", responses=responses, openapi_extra=takes(models.resume))
-        async def wake_up(request: Request, service: ServiceOf, fields: Any = by_resume) -> JSONResponse:
-            """Resume memory, and scheduling when all of it is resident."""
-            return await wake(request, service, fields)
-
-    @routes.post("/release_kv_cache_memory", responses=responses, openapi_extra=takes(models.release))
+    @routes.post("/release_kv_cache_memory", responses=responses, openapi_extra=takes(release))
     async def release_kv_cache_memory(request: Request, service: ServiceOf, fields: Any = by_release) -> JSONResponse:
         """Release only the KV cache; ``/wake_up?tags=kv_cache`` brings it back."""
         if fields.tags not in ((), ("kv_cache",)):
             raise BadRequestError("tags: this call releases kv_cache alone; use /release_memory_occupation for others")
-        return await service.answer(request, plain(fields, models.release, tags=("kv_cache",)))
+        return await service.answer(request, plain(fields, release, tags=("kv_cache",)))
 
     async def is_sleeping(controller: ControllerOf, fields: Any = by_selected) -> dict[str, Any]:
         """Whether any memory is released or scheduling is paused. Clients of SGLang and tokenspeed call it too."""
-        rows = await controller.rows(fields)
-        about = {"engines": flags(rows, lambda row: row.asleep)} if models.several else {}
-        return {"is_sleeping": any(row.asleep for row in rows), **about}
+        found = await _flags(controller, fields, "is_sleeping", lambda row: row.asleep)
+        return found if models.several else {"is_sleeping": found["is_sleeping"]}
 
     asked = failures(models.failures, only=REFUSED)
     model = FleetSleepingAnswer if models.several else SleepingAnswer
     routes.get("/is_sleeping", response_model=model, responses=asked)(reads_only(is_sleeping))
+    if models.several:
+        routes.post("/wakeup", responses=responses, openapi_extra=takes(wakes))(wake_up)
+        _add_calls_of_ray_serve(routes, models)
     return routes
 
 
-async def sleep(request: Request, service: ServiceOf, fields: Any) -> JSONResponse:
-    """Answer a sleep."""
-    if fields.level > 0:
-        return await service.answer(request, release_of(fields, service.controller.models))
-    if others := sorted(fields.model_fields_set - _OF_A_PAUSE):
-        raise BadRequestError(f"a sleep of level 0 moves no memory, so {others[0]!r} has no effect; leave it out")
-    if fields.asks_only:
-        await service.controller.rows(fields)
-        return response_of(Answer.message("Dry run: scheduling would be paused; memory stays."))
-    return response_of(await service.controller.pause(fields, fields.mode, fields.timeout_s, asleep=True))
+def _add_calls_of_ray_serve(routes: APIRouter, models: Models) -> None:
+    pauses, selects = joined(Pause, models.selected), joined(Options, models.selected)
+    by_pauses, by_selects = Depends(fields_of(pauses)), Depends(fields_of(selects))
+    called: dict[str, Any] = {"response_model": models.message, "responses": failures(models.failures)}
+    asked = failures(models.failures, only=(400, 401, 403, 408, 413, 503))
+
+    @routes.post("/is_sleeping", response_model=FleetSleepingAnswer, responses=asked, openapi_extra=takes(selects))
+    @reads_only
+    async def is_sleeping(controller: ControllerOf, fields: Any = by_selects) -> dict[str, Any]:
+        """Whether any selected engine has memory released or scheduling paused."""
+        return await _flags(controller, fields, "is_sleeping", lambda row: row.asleep)
+
+    @routes.get("/is_paused", response_model=FleetPausedAnswer, responses=asked)
+    @routes.post("/is_paused", response_model=FleetPausedAnswer, responses=asked, openapi_extra=takes(selects))
+    @reads_only
+    async def is_paused(controller: ControllerOf, fields: Any = by_selects) -> dict[str, Any]:
+        """Whether any selected engine accepts no requests although all its memory is resident."""
+        return await _flags(controller, fields, "is_paused", lambda row: row.asleep and row.state == "resident")
+
+    @routes.post("/reset_prefix_cache", openapi_extra=takes(selects), **called)
+    async def reset_prefix_cache(controller: ControllerOf, fields: Any = by_selects) -> JSONResponse:
+        """Forget cached prefixes."""
+        return response_of(await controller.flush(fields))
+
+    @routes.post("/pause", openapi_extra=takes(pauses), **called)
+    async def pause(controller: ControllerOf, fields: Any = by_pauses) -> JSONResponse:
+        """Stop generating, and forget cached prefixes unless ``clear_cache`` is false."""
+        given = whole(fields)
+        paused = await controller.pause(given, given.mode, None)
+        if paused.status != 200 or not given.clear_cache:
+            return response_of(paused)
+        flushed = await controller.flush(given)
+        if flushed.status == 200:
+            flushed.body["message"] = flushed.body["message"].replace("Cache", "Generation paused, cache", 1)
+        return response_of(flushed)
+
+    @routes.post("/resume", openapi_extra=takes(selects), **called)
+    async def resume(controller: ControllerOf, fields: Any = by_selects) -> JSONResponse:
+        """Generate again."""
+        return response_of(await controller.continue_(fields))
 
 
-async def wake(request: Request, service: ServiceOf, fields: Any) -> JSONResponse:
-    """Answer a wake-up. Only the tag ``scheduling`` undoes a sleep of level 0."""
-    controller = service.controller
-    tags = tuple(tag for tag in fields.tags if tag != SCHEDULING)
-    if fields.tags and not tags:
-        if fields.asks_only:
-            await controller.rows(fields)
-            return response_of(Answer.message("Dry run: scheduling would continue."))
-        return response_of(await controller.continue_(fields, scheduling=True))
-    resume = plain(fields, controller.models.resume, tags=tags)
-    if resume.asks_only or resume.run_async:
-        return await service.answer(request, resume)
-    operation = await service.operate(request, resume)
-    if operation.status == "succeeded":
-        await controller.continue_(fields)
-    return response_of(controller.answer(operation))
-
-
-def flags(rows: Iterable[EngineRow], flag: Callable[[EngineRow], bool]) -> list[dict[str, Any]]:
-    """Return what ``flag`` says of each engine."""
-    return [{"name": row.name, "url": row.url, "state": row.state, "flag": flag(row)} for row in rows]
+async def _flags(
+    controller: Controller[Any], fields: Any, name: str, flag: Callable[[EngineRow], bool]
+) -> dict[str, Any]:
+    """Return what ``flag`` says of each engine, and whether it is true of any, by this ``name``."""
+    rows = await controller.rows(fields)
+    engines = [{"name": row.name, "url": row.url, "state": row.state, "flag": flag(row)} for row in rows]
+    return {name: any(each["flag"] for each in engines), "engines": engines}

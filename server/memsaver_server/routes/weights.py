@@ -33,7 +33,6 @@ class UpdateFromTensor(Fields):
 
 
 def router(models: Models) -> APIRouter:
-    """Return the routes."""
     responses = failures({409: "The weights are released; resume them first.", **models.failures})
     routes = APIRouter(route_class=NamesIgnored, tags=["weights"], dependencies=[Depends(guard)], responses=responses)
     disk = joined(UpdateFromDisk, models.selected)

@@ -51,7 +51,6 @@ def connect() -> None:
 
 
 def read_key(key: str) -> bytes | None:
-    """Return what the cluster keeps under ``key``."""
     value: bytes | None = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
     return value
 
@@ -65,7 +64,6 @@ def delete_key(key: str) -> None:
 
 
 def list_keys(prefix: str) -> list[str]:
-    """Return the keys that begin with ``prefix``."""
     return sorted(key.decode() for key in internal_kv._internal_kv_list(prefix, namespace=NAMESPACE))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,12 +20,12 @@ from memsaver_server.fleet.ray.record import RayRecord
 from memsaver_server.fleet.ray.registry import coordinator_name
 from memsaver_server.fleet.results import (
     EngineResult,
+    EngineStatus,
     FleetEvent,
     FleetProgress,
     FleetResult,
     FleetStatus,
 )
-from memsaver_server.fleet.status import engine_status
 
 
 class Coordinator:
@@ -53,7 +53,7 @@ class Coordinator:
     async def status(self, selector: Selector | None) -> FleetStatus:
         status = await self._fleet.status(selector)
         dead = [
-            engine_status(death.member, None, f"its actor died: {death.cause}")
+            EngineStatus.of(death.member, None, f"its actor died: {death.cause}")
             for death in self._membership.deaths(selector)
         ]
         return status.model_copy(update={"engines": [*status.engines, *dead]})
@@ -123,48 +123,34 @@ class RayFleet:
     ) -> None:
         self.actor = coordinator(fleet, actor_options, **options)
 
-    def release(
-        self,
-        selector: Selector | None = None,
-        *,
-        tags: Sequence[str] | None = None,
-        operation_id: str | None = None,
-        **options: Any,
-    ) -> FleetResult:
+    def release(self, selector: Selector | None = None, **options: Any) -> FleetResult:
         """See ``Fleet.release``. If the coordinator dies meanwhile, the next one carries on and answers."""
-        return self._operate(self.actor.release, selector, tags, operation_id, options)
+        return self._operate(self.actor.release, selector, options)
 
-    def resume(
-        self,
-        selector: Selector | None = None,
-        *,
-        tags: Sequence[str] | None = None,
-        operation_id: str | None = None,
-        **options: Any,
-    ) -> FleetResult:
+    def resume(self, selector: Selector | None = None, **options: Any) -> FleetResult:
         """See ``Fleet.resume``. If the coordinator dies meanwhile, the next one carries on and answers."""
-        return self._operate(self.actor.resume, selector, tags, operation_id, options)
+        return self._operate(self.actor.resume, selector, options)
 
     def status(self, selector: Selector | None = None) -> FleetStatus:
         """See ``Fleet.status``. Engines whose actors have died for good are listed for an hour."""
-        status: FleetStatus = _get(self.actor.status.remote(selector))
-        return status
+        answer: FleetStatus = _get(self.actor.status.remote(selector))
+        return answer
 
     def cancel(self, operation_id: str) -> FleetResult:
         """See ``Fleet.cancel``."""
-        result: FleetResult = _get(self.actor.cancel.remote(operation_id))
-        return result
+        answer: FleetResult = _get(self.actor.cancel.remote(operation_id))
+        return answer
 
     def reconcile(self) -> list[EngineResult]:
         """See ``Fleet.reconcile``. The coordinator does it all the time."""
-        done: list[EngineResult] = _get(self.actor.reconcile.remote())
-        return done
+        answer: list[EngineResult] = _get(self.actor.reconcile.remote())
+        return answer
 
     @property
     def progress(self) -> FleetProgress | None:
         """See ``Fleet.progress``."""
-        progress: FleetProgress | None = _get(self.actor.progress.remote())
-        return progress
+        answer: FleetProgress | None = _get(self.actor.progress.remote())
+        return answer
 
     def watch(self, interval_s: float = 1.0) -> Iterator[FleetEvent]:
         """See ``Fleet.watch``. After a restart of the coordinator it begins again with ``joined``."""
@@ -181,17 +167,10 @@ class RayFleet:
         """End the coordinator for good. Engines keep their state, and the record is kept."""
         ray.kill(self.actor)
 
-    def _operate(
-        self,
-        method: Any,
-        selector: Selector | None,
-        tags: Sequence[str] | None,
-        operation_id: str | None,
-        options: Mapping[str, Any],
-    ) -> FleetResult:
-        asked = {"tags": tags, "operation_id": operation_id or uuid.uuid4().hex, **options}
-        result: FleetResult = _get(method.remote(selector, asked))
-        return result
+    def _operate(self, method: Any, selector: Selector | None, options: Mapping[str, Any]) -> FleetResult:
+        asked = {**options, "operation_id": options.get("operation_id") or uuid.uuid4().hex}
+        answer: FleetResult = _get(method.remote(selector, asked))
+        return answer
 
 
 def _get(answer: Any) -> Any:

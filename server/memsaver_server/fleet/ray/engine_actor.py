@@ -40,7 +40,6 @@ class EngineActor:
         raise NotImplementedError
 
     def address(self) -> str:
-        """Return the address of the engine's service."""
         return self.registration.member.url
 
     def leave(self) -> None:

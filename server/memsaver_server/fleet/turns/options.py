@@ -38,7 +38,6 @@ class TurnOptions:
         self._models = dict(models or {})
 
     def of(self, model: str) -> ModelOptions:
-        """Return the options of ``model``."""
         return self._models.get(model) or self._models.get(OTHERS) or ModelOptions()
 
     @classmethod

@@ -33,11 +33,8 @@ class ClientGoneError(Exception):
     """The client has closed its connection; nobody reads an answer."""
 
 
-class BadGatewayError(MemsaverError):
+class BadGatewayError(MemsaverError, kind="bad_gateway", status=502):
     """The engine broke off before it answered."""
-
-    kind = "bad_gateway"
-    status = 502
 
 
 class Proxy:

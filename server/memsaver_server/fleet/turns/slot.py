@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from memsaver_server import clock
-from memsaver_server.fleet.record import Wanted
+from memsaver_server.fleet.record import Wanted, wishes_for
 from memsaver_server.fleet.results import EngineStatus
-from memsaver_server.fleet.status import wishes_for
 
 #: ``awake``: it accepts requests; ``asleep``: released, a request may wake it; ``kept``: released by a caller, who will
 #: resume it; ``closed``: it accepts none for another reason, e.g. paused; ``dead``: no answer, or failed.
@@ -54,12 +53,10 @@ class Slot:
         return self.state == "awake" and not self.moving
 
     def woken(self) -> None:
-        """Note that it was resumed."""
         self.state, self.extra, self.not_before = "awake", 0, 0.0
         self.awake_since = self.last_used = clock.monotonic()
 
     def update(self, status: EngineStatus, wanted: Sequence[Wanted]) -> None:
-        """Take note of what the engine said."""
         self.url, self.model, self.gpus = status.url, status.model, status.gpus
         now = status.occupation
         self.free = {}

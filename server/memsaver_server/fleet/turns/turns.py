@@ -82,7 +82,6 @@ class Line:
                 turn.set_result(slot)
 
     def fail(self, error: Exception) -> None:
-        """Refuse all requests."""
         while self._waiting:
             _, turn = self._waiting.popleft()
             if not turn.done():
@@ -113,18 +112,15 @@ class Turns:
 
     @property
     def models(self) -> dict[str, list[Slot]]:
-        """The models and their engines."""
         found: dict[str, list[Slot]] = {}
         for slot in self._slots.values():
             found.setdefault(slot.model, []).append(slot)
         return found
 
     def waiting(self) -> dict[str, int]:
-        """Return how many requests wait, by model."""
         return {model: len(line) for model, line in self._lines.items()}
 
     def in_flight(self) -> dict[str, int]:
-        """Return how many requests each engine serves, by its name."""
         return {slot.name: slot.in_flight for slot in self._slots.values()}
 
     async def enter(self, model: str) -> Slot:
@@ -176,7 +172,6 @@ class Turns:
         asyncio.get_running_loop().call_soon(self._schedule)  # once it has left the line
 
     def leave(self, slot: Slot) -> None:
-        """Take note that a request has ended."""
         slot.in_flight -= 1
         slot.last_used = clock.monotonic()
         self._schedule()
@@ -199,7 +194,6 @@ class Turns:
             self._schedule()
 
     def update(self, status: FleetStatus) -> None:
-        """Take note of what the engines are."""
         for engine in status.engines:
             self._slots.setdefault(engine.name, Slot(engine.name)).update(engine, status.wanted)
         for name in self._slots.keys() - {engine.name for engine in status.engines}:
@@ -361,7 +355,7 @@ class Turns:
         if not models:
             raise NoTurnError("no engine of the fleet is known; are its members listed, and can the list be read?")
         if model not in models:
-            raise UnknownModelError(model, models)
+            raise UnknownModelError.of(model, models)
         return models[model]
 
     def _awake_s(self, slot: Slot) -> float:
