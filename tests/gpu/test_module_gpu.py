@@ -94,7 +94,7 @@ def test_tables_in_host_memory_stay_there() -> None:
 def test_device_memory_is_refused_where_the_host_is_managed() -> None:
     imports = "import torch\nfrom memsaver_server.integrations.module import ModuleEngine\n"
     program = imports + "ModuleEngine(torch.nn.Linear(4, 4).cuda())"
-    ran = run_python(program, MEMSAVER_DRIVER="host")
+    ran = run_python(program, by_itself=True, MEMSAVER_DRIVER="host")
     assert "weight, bias are on cuda:0, but memsaver's host driver manages cpu memory" in ran.stderr
 
 

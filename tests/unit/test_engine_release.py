@@ -113,6 +113,19 @@ def test_tokens_are_the_same_after_a_part_went_and_came_back(engine: Transformer
     assert engine.generate_sync(REQUEST)["output_ids"] == before["output_ids"]
 
 
+@pytest.mark.guards("replaying a graph failed after its memory was discarded")
+def test_static_tensors_that_lost_their_content_have_it_again(engine: TransformersEngine) -> None:
+    before = engine.generate_sync(REQUEST)
+    engine.close_admission("memory is released")
+    engine.drain(60)
+    ms.release(["cuda_graph"], restore={"cuda_graph": "zero"})
+    ms.resume()
+    engine.repair(["cuda_graph"], ["cuda_graph"])
+    engine.open_admission()
+    engine.flush_cache()
+    assert engine.generate_sync(REQUEST)["output_ids"] == before["output_ids"]
+
+
 def test_parts_come_back_one_by_one_with_a_flush_between(engine: TransformersEngine) -> None:
     before = engine.generate_sync(REQUEST)
     release(engine, ["weights"])

@@ -178,9 +178,11 @@ class ModelRunner:
                 self.unwritten_weights = frozenset(name for name, _ in self.model.named_parameters())
                 for name, buffer in self.model.named_buffers():
                     buffer.copy_(self._buffers[name])
-            if "cuda_graph" in lost and self.graphs:
-                self.graphs.clear()
-                self._capture()
+            if "cuda_graph" in lost:
+                torch.arange(self.chunk, out=self._offsets)
+                if self.graphs:
+                    self.graphs.clear()
+                    self._capture()
             self.check()
 
     def check(self) -> None:
