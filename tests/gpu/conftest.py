@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-import memsaver_core as ms
+from memsaver_core import process
 from tests.gpu.vllm_server import write_model
 
 
@@ -17,9 +18,8 @@ def _device_is_given_back() -> Iterator[None]:
     """What torch's pools keep of a file's tensors goes, as programs that other files start need the device."""
     yield
     gc.collect()
-    if ms.status().tags:
-        ms.release()
-        ms.resume()
+    process.backend().forget_pools()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")
