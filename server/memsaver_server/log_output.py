@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import select
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -68,6 +69,8 @@ class LogOutput:
         return thread is None or not thread.is_alive()
 
     def _start(self) -> None:
+        if sys.is_finalizing():  # a thread that is started now never runs, and before Python 3.12 that is waited for
+            return
         if (self._thread is None or not self._thread.is_alive()) and self._starting.acquire(blocking=False):
             try:
                 thread = threading.Thread(target=self._run, name=f"memsaver-{self._name}", daemon=True)

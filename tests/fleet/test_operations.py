@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,17 @@ import pytest
 
 from memsaver_core import MemsaverError
 from memsaver_core.contract.requests import FleetMode as Mode
-from memsaver_server.fleet import Fleet, FleetError, FleetResult, Member, Selector, StaticMembership
+from memsaver_server.fleet import (
+    AsyncFleet,
+    Fleet,
+    FleetError,
+    FleetResult,
+    Member,
+    MemoryRecord,
+    RecordContent,
+    Selector,
+    StaticMembership,
+)
 from tests.waiting import wait_until
 
 from .conftest import Sites
@@ -168,6 +179,28 @@ def test_cancelling_leaves_all_as_before(fleet: Fleet, sites: Sites) -> None:
         fleet.cancel("x1")
 
 
+def test_it_can_be_cancelled_until_the_commit_is_noted(sites: Sites) -> None:
+    """A cancel that came while the record was written was accepted, and the operation carried out."""
+
+    class Cancels(MemoryRecord):
+        async def save(self, content: RecordContent) -> None:
+            await super().save(content)
+            if any(running.stage == "committing" for running in content.running.values()):
+                cancels.append(asyncio.create_task(fleet.cancel("x1")))
+                await asyncio.sleep(0)
+
+    async def release() -> None:
+        async with fleet:
+            result = await fleet.release(operation_id="x1")
+            assert "it was cancelled" in result.message
+            assert await cancels[0] == result
+
+    cancels: list[asyncio.Task[FleetResult]] = []
+    fleet = AsyncFleet(StaticMembership([site.member for site in sites.values()]), record=Cancels())
+    asyncio.run(release())
+    assert all(site.is_serving for site in sites.values())
+
+
 def test_what_another_has_prepared_is_neither_joined_nor_undone(coordinate: Callable[..., Fleet], sites: Sites) -> None:
     """Its owner is named. A second coordinator committed it, and one that gave up aborted it."""
     first, second = coordinate(), coordinate()
@@ -266,6 +299,15 @@ def test_a_repeat_of_what_has_failed_is_carried_out(fleet: Fleet, sites: Sites, 
         assert not fleet.release(operation_id="again", mode=mode).success
         assert [site.is_serving for site in sites.values()] == [mode == "all", True, mode == "all"]
     assert fleet.release(operation_id="again", mode=mode).success
+    assert all(site.is_released for site in sites.values())
+
+
+def test_a_repeat_does_again_what_was_undone_since(fleet: Fleet, sites: Sites) -> None:
+    """An engine that had succeeded answered the repeat by that, whatever had become of its memory."""
+    sites["b"].engine.memory.fail("release", MemsaverError("no"))
+    assert not fleet.release(operation_id="again", mode="best_effort").success
+    assert fleet.resume().success
+    assert fleet.release(operation_id="again", mode="best_effort").success
     assert all(site.is_released for site in sites.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import http.client
 import json
 import os
@@ -341,6 +342,14 @@ def test_operations_are_followed_and_given_up(fleet: httpx.Client, sites: Sites)
     events = fleet.get(f"/operations/{released['operation_id']}/events").text
     assert events.count("event: engine") == 3
     assert events.strip().rpartition("event: ")[2].startswith("done")
+
+
+def test_a_refused_call_leaves_no_error_unread(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
+    with served([site.member for site in sites.values()]) as http:
+        body = {"selector": {"names": ["nobody"]}}
+        assert http.post("/release_memory_occupation", json=body).status_code == 400
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_ids_and_keys_are_their_requests_also_after_a_restart(sites: Sites) -> None:

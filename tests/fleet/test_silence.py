@@ -9,8 +9,10 @@ from typing import Literal
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from memsaver_core.contract.requests import FleetRelease
+from memsaver_server.cli.commands import app
 from memsaver_server.fleet import (
     AsyncFleet,
     Fleet,
@@ -49,6 +51,9 @@ def test_others_are_released_resumed_and_looked_at(fleet: httpx.Client, sites: S
     rows = {row["name"]: row for row in fleet.get("/memory_occupation").json()["engines"]}
     assert [rows[name]["error"] for name in "ac"] == ["", ""]
     wait_until(lambda: fleet.get("/memory_occupation").json()["engines"][1]["error"].startswith("no answer for "), 60)
+    for command in ("status", "top"):
+        shown = CliRunner().invoke(app, [command, "--url", str(fleet.base_url)])
+        assert (shown.exit_code, "b: no answer for " in shown.output) == (3, True)
 
 
 def test_it_is_named_while_its_operation_waits(fleet: httpx.Client, sites: Sites) -> None:

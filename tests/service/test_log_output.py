@@ -16,6 +16,7 @@ import pytest
 
 from memsaver_core.contract.errors import ConfigurationError
 from memsaver_server import Settings, attach
+from tests.programs import output_of
 from tests.waiting import wait_until
 
 from .tensor_engine import TensorEngine
@@ -135,3 +136,20 @@ def test_an_audit_file_that_cannot_be_opened_is_told_at_once(engine: TensorEngin
     for path in (tmp_path, tmp_path / "nowhere" / "audit"):
         with pytest.raises(ConfigurationError, match="MEMSAVER_AUDIT_FILE"):
             attach(engine, settings=Settings(audit_file=str(path)))
+
+
+def test_a_line_at_the_interpreter_s_end_does_not_hold_it() -> None:
+    """No thread starts then. A coordinator that had refused a call never ended."""
+    program = """
+        from memsaver_server.log_output import LogStream
+
+        class Late:
+            stream = LogStream("late", 2)
+
+            def __del__(self):
+                self.stream.write("late")
+                print("ends")
+
+        late = Late()
+    """
+    assert output_of(program, by_itself=True) == "ends\n"

@@ -9,6 +9,7 @@ import weakref
 import pytest
 
 from memsaver_core.contract.errors import (
+    ConflictError,
     IdempotencyKeyError,
     LeaseEndedError,
     OperationCancelledError,
@@ -49,6 +50,15 @@ def held(operation: Operation) -> tuple[threading.Thread, list[BaseException]]:
     thread.start()
     wait_until(lambda: operation.status == "prepared")
     return thread, errors
+
+
+def test_who_has_forced_its_end_stays_known(operation: Operation) -> None:
+    """Another call that was refused before it had ended kept that out of the audit log."""
+    operation.key = "of its owner"
+    operation.check_owner(None, forced_by="operator")
+    with pytest.raises(ConflictError):
+        operation.check_owner("of another")
+    assert operation.audited() == {"forced_by": "operator"}
 
 
 def test_every_state_leads_to_an_end() -> None:

@@ -320,8 +320,8 @@ def fleet_result_view(result: FleetResult) -> RenderableType:
 
 
 def all_answer(occupation: status.OccupationAnswer) -> bool:
-    """Return whether all engines of a coordinator answer."""
-    return all(engine.alive for engine in getattr(occupation, "engines", ()))
+    """Return whether all engines of a coordinator answer, and none is silent."""
+    return not any(engine.error for engine in getattr(occupation, "engines", ()))
 
 
 _ENGINE_COLUMNS = ("engine", "state", "wanted", "model", "host", ">on device", ">released", "GPUs")

@@ -242,6 +242,7 @@ class FleetController:
         except FleetError as error:
             raise TooLateToCancelError(str(error)) from None
         await operation.ended()
+        operation.go("cancel")  # refused if it was too late all the same
 
     async def events(self, operation: FleetOperation) -> AsyncIterator[tuple[str, Any]]:
         stage = ""

@@ -17,7 +17,6 @@ from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from typing import Any, Literal
-from urllib.parse import quote
 
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.requests import OPPOSITE, STATES, Selector
@@ -73,8 +72,7 @@ class Execution:
             for part in group:
                 if part.failure is None:
                     part.stage = "committing"
-                    key = quote(self._id, safe=":")  # a header has no other letters than those of ASCII
-                    await part.perform(self._request.operation, self._request.sent(), "committing", key=key)
+                    await part.perform(self._request.operation, self._request.sent(), "committing", key=self._key)
 
         await asyncio.gather(*map(in_turn, groups))
         await self._end()
@@ -95,6 +93,7 @@ class Execution:
         try:
             if ready := await self._prepare():
                 await self._note("committing")
+                ready = not self._operation.given_up.is_set()  # meanwhile
         except BaseException:
             ready = False
             raise

@@ -281,6 +281,7 @@ class AsyncFleet:
     def start(self, operation: FleetOperation) -> FleetOperation:
         self.history.add(operation)
         operation.task = asyncio.create_task(self._concluded(operation, self._perform(operation)))
+        operation.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # which callers may read
         return operation
 
     async def _concluded(self, operation: FleetOperation, work: Coroutine[Any, Any, FleetResult]) -> FleetResult:

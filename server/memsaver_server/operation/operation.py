@@ -232,8 +232,8 @@ class Operation:
     def check_owner(self, key: str | None, forced_by: str | None = None) -> None:
         """Raise ConflictError if it is to be prepared under another key, and not committed; or note who forces it."""
         if self.key not in (None, key) and self.blocks_others and not self.has_ended:
-            self.forced_by = forced_by
             if forced_by is not None:
+                self.forced_by = forced_by
                 return
             raise self.conflict(
                 "this call does not have the Idempotency-Key of the operation's owner",
