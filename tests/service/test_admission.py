@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
 
 import httpx
 import pytest
@@ -40,6 +42,24 @@ def test_generation_while_released_is_refused(http: httpx.Client, engine: Tensor
     assert engine.tokens_computed == computed
     post(http, "/resume_memory_occupation")
     assert generate(http).status_code == 200
+
+
+def test_a_client_that_goes_away_ends_its_request(
+    http: httpx.Client, engine: TensorEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the tokens of clients that time out and repeat pile up, and a release waits for all of them."""
+    ended = Event()
+
+    async def generate_for_ever(_: object) -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(engine, "generate", generate_for_ever)
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/generate", json=PROMPT, timeout=0.3)
+    assert ended.wait(60)
 
 
 @pytest.mark.guards("a request during sleep hung or used released memory")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
 
 import httpx
 from starlette.requests import Request
@@ -20,17 +19,10 @@ from memsaver_server.fleet.turns.errors import NoTurnError
 from memsaver_server.fleet.turns.slot import Slot
 from memsaver_server.fleet.turns.turns import Mover, Turns
 from memsaver_server.fleet.turns.upstream import Headers, Upstreams, answer_headers, request_headers
-
-_T = TypeVar("_T")
+from memsaver_server.http.departure import CLIENT_CLOSED, ClientGoneError, while_connected
 
 #: How often one request is sent to engines that turn out to be not ready.
 ATTEMPTS = 8
-#: The answer of a client that is gone, as some proxies log it.
-CLIENT_CLOSED = 499
-
-
-class ClientGoneError(Exception):
-    """The client has closed its connection; nobody reads an answer."""
 
 
 class BadGatewayError(MemsaverError, kind="bad_gateway", status=502):
@@ -118,24 +110,6 @@ def _is_refusal(content: bytes) -> bool:
         return False
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of ``work``. The request's body must have been read.
-
-    Raises:
-        ClientGoneError: the client went away first; ``work`` was cancelled, and has ended.
-    """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
 class Relayed(Response):
     """An engine's answer, byte for byte. ``ended`` is called once, when it is through or the client is gone."""
 
@@ -160,8 +134,3 @@ class Relayed(Response):
         async for chunk in self._upstream.aiter_raw():
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _departure(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

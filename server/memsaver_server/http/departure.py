@@ -1,0 +1,41 @@
+"""Work for a client that may go away before its answer: then it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+_T = TypeVar("_T")
+
+#: The answer of a client that is gone, as some proxies log it.
+CLIENT_CLOSED = 499
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection; nobody reads an answer."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """Return the result of ``work``. The request's body must have been read.
+
+    Raises:
+        ClientGoneError: the client went away first; ``work`` was cancelled, and has ended.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _departure(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
