@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from memsaver_server.fleet import Member
+from memsaver_server.fleet.turns import proxy
 from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
 from memsaver_server.fleet.turns.slot import Slot, victims
 from tests.fleet.served_fleet import served
@@ -150,6 +152,27 @@ def test_a_client_that_goes_away_is_noticed_by_the_engine(engines: tuple[Engine,
         wait_until(lambda: beta.seen("cancelled") == before + 1)
         wait_until(beta.is_free)
         tokens(http, "alpha")  # beta makes room: none of its requests counts as in flight
+
+
+def test_a_client_that_reads_nothing_gives_its_turn_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no other model would get the engine's memory, and its own no turn either while another waits."""
+    monkeypatch.setattr(proxy, "UNREAD_S", 0.05)
+    ended: list[bool] = []
+
+    async def chunks() -> AsyncIterator[bytes]:
+        while True:
+            yield b"data: 1"
+
+    async def never(*_: object) -> None:
+        await asyncio.sleep(3600)
+
+    async def send(message: dict[str, object]) -> None:
+        if "body" in message:
+            await never()
+
+    answer = proxy.Relayed(httpx.Response(200, content=chunks()), [], lambda: ended.append(True))
+    asyncio.run(asyncio.wait_for(answer({}, never, send), 60))
+    assert ended == [True]
 
 
 def test_a_client_that_goes_away_while_it_waits_wakes_nobody(engines: tuple[Engine, Engine]) -> None:

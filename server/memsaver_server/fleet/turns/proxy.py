@@ -23,6 +23,8 @@ from memsaver_server.http.departure import CLIENT_CLOSED, ClientGoneError, while
 
 #: How often one request is sent to engines that turn out to be not ready.
 ATTEMPTS = 8
+#: How long a client may read nothing of its answer, seconds: meanwhile its engine cannot make room for another.
+UNREAD_S = 60.0
 
 
 class BadGatewayError(MemsaverError, kind="bad_gateway", status=502):
@@ -111,7 +113,8 @@ def _is_refusal(content: bytes) -> bool:
 
 
 class Relayed(Response):
-    """An engine's answer, byte for byte. ``ended`` is called once, when it is through or the client is gone."""
+    """An engine's answer, byte for byte. ``ended`` is called once, when it is through or the client is gone,
+    or has read nothing for ``UNREAD_S``."""
 
     def __init__(self, upstream: httpx.Response, headers: Headers, ended: Callable[[], None]) -> None:
         self.background = None
@@ -122,7 +125,7 @@ class Relayed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(ClientGoneError):
+            with suppress(ClientGoneError, asyncio.TimeoutError):
                 await while_connected(receive, self._relay(send))
         finally:
             # Before it has ended, this closes the connection, by which the engine learns of it.
@@ -132,5 +135,6 @@ class Relayed(Response):
     async def _relay(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for chunk in self._upstream.aiter_raw():
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            sent = send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await asyncio.wait_for(sent, UNREAD_S)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
