@@ -127,6 +127,9 @@ def test_selectors(fleet: Fleet, sites: Sites) -> None:
         fleet.release(Selector(labels={"role": "none"}))
     assert fleet.release(Selector(models=("model of b",))).success
     assert [site.is_serving for site in sites.values()] == [True, False, True]
+    with pytest.raises(FleetError, match="the fleet has no engine 'typo'; nothing was done"):
+        fleet.release(Selector(names=("a", "typo")))
+    assert sites["a"].is_serving
 
 
 def test_wrong_arguments_are_refused(fleet: Fleet, sites: Sites) -> None:

@@ -430,6 +430,8 @@ class FleetController:
         engines = [engine for engine in self._observer.status.engines if selector.matches(engine)]
         if not engines:
             raise NotFoundError(f"no engine of the fleet matches {selector.model_dump(exclude_defaults=True)}")
+        if strangers := sorted(set(selector.names) - self._observer.members.keys()):
+            raise NotFoundError(f"the fleet has no engine {', '.join(map(repr, strangers))}; nothing was done")
         return engines
 
 

@@ -312,6 +312,8 @@ class AsyncFleet:
         parts = await self.roster.parts(selector, partial(setattr, operation, "parts"))
         if not parts:
             raise FleetError(f"no engine of the fleet matches {selector.model_dump(exclude_defaults=True)}")
+        if strangers := await self.roster.strangers(selector, parts):
+            raise FleetError(f"the fleet has no engine {', '.join(map(repr, strangers))}; nothing was done")
         names = set().union(*(part.locks for part in parts))
         waits = self._locks.any_held(names)
         async with self._locks.held(names):

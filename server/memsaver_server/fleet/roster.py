@@ -76,6 +76,16 @@ class Roster:
         each = [asked[member.name] for member in self.one_each(part.member for part in asked.values())]
         return [part for part in each if selector.matches(part.member) or self._is_unknown(part, selector)]
 
+    async def strangers(self, selector: Selector, parts: Sequence[Part]) -> list[str]:
+        """Return the names in ``selector`` that no member has; ``parts`` are those selected. What is known to have died
+        is no stranger: calls go on without it."""
+        missing = set(selector.names) - {part.member.name for part in parts}
+        if missing:
+            missing -= {member.name for member in await self.members()}
+            deaths = getattr(self.membership, "deaths", list)
+            missing -= {death.member.name for death in deaths()}
+        return sorted(missing)
+
     def asking(self, member: Member, max_age_s: float = 0.0, *, anew: bool = False) -> tuple[float, asyncio.Task[Part]]:
         """Return when a member was asked, and the task that does. All who look at the fleet share them, for reading
         alone: one that began at most ``max_age_s`` seconds before this call, or unless ``anew`` that of a silent one.
