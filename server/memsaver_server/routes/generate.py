@@ -10,10 +10,10 @@ from starlette.requests import Request
 
 from memsaver_core.contract.errors import BadRequestError
 from memsaver_server.controller import Models
-from memsaver_server.http.departure import CLIENT_CLOSED, ClientGoneError, while_connected
 from memsaver_server.http.requests import failures, guard, json_of
 from memsaver_server.http.service import ServiceOf
 from memsaver_server.http.unknown_fields import NamesIgnored, check_names
+from memsaver_server.operation.departure import CLIENT_CLOSED, ClientGoneError, while_connected
 
 _SAMPLING = {"max_new_tokens": {"type": "integer", "minimum": 0}, "temperature": {"type": "number", "minimum": 0}}
 _FIELDS = {

@@ -19,7 +19,7 @@ from memsaver_server.fleet.turns.errors import NoTurnError
 from memsaver_server.fleet.turns.slot import Slot
 from memsaver_server.fleet.turns.turns import Mover, Turns
 from memsaver_server.fleet.turns.upstream import Headers, Upstreams, answer_headers, request_headers
-from memsaver_server.http.departure import CLIENT_CLOSED, ClientGoneError, while_connected
+from memsaver_server.operation.departure import CLIENT_CLOSED, ClientGoneError, while_connected
 
 #: How often one request is sent to engines that turn out to be not ready.
 ATTEMPTS = 8
