@@ -284,10 +284,6 @@ class OfFleet(Selected, _Operation):
         names = {name for name in self.model_fields_set if acts_of(type(self))[name].fleet == "each"}
         return self.model_dump(mode="json", by_alias=True, include=names)
 
-    def to_prepare(self, seconds: float) -> dict[str, Any]:
-        """Return the fields that every engine is sent to prepare it, for so many seconds without a repeat."""
-        return {**self.sent(), "prepare": True, "lease_s": seconds}
-
     def lasting(self) -> dict[str, Any]:
         """Return the fields, beside the tags, with which engines that join later are brought to the same state."""
         names = {name for name in self.model_fields_set - {"tags"} if acts_of(type(self))[name].lasting}

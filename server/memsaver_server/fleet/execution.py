@@ -37,7 +37,7 @@ class Execution:
         self,
         operation: FleetOperation,
         keeper: Keeper,
-        prepared_for_s: float,
+        lease_s: float,
         silence_s: float,
         report: Callable[[FleetOperation, str], None],
     ) -> None:
@@ -50,8 +50,8 @@ class Execution:
         self._patience_s = self._timeout_s + operation.asked.patience_s(Phase.WAIT_FOR_MEMORY)
         self._parts = operation.parts
         self._keeper = keeper
-        self._prepared_for_s = prepared_for_s
-        self._prepared = operation.asked.to_prepare(prepared_for_s)
+        self._lease_s = lease_s
+        self._prepared = {**operation.asked.sent(), "prepare": True, "lease_s": lease_s}
         self._silence_s = silence_s
         self._report = partial(report, operation)
         self._wish = operation.wish
@@ -167,16 +167,16 @@ class Execution:
     async def _prepare_one(self, part: Part, limit_s: float) -> None:
         began = clock.monotonic()
         answer = await part.connection.prepare(self._request.operation, self._prepared, self._key, limit_s)
-        part.prepared(answer, began + self._prepared_for_s)  # or later: the engine counts from its answer
+        part.prepared(answer, began + answer.lease_s)  # or later: the engine counts from its answer
 
     async def _keep_leases(self) -> None:
         """Renew the leases of engines that wait for others. Returns at the first that cannot be renewed."""
         while not _failed(self._parts):
-            await asyncio.sleep(self._prepared_for_s / 8)
+            await asyncio.sleep(self._lease_s / 8)
             await asyncio.gather(*map(self._renew, self._parts))
 
     async def _renew(self, part: Part) -> None:
-        if part.stage != "prepared" or part.lease_left() > self._prepared_for_s / 2:
+        if part.stage != "prepared" or part.lease_left() > self._lease_s / 2:
             return
         try:
             await self._prepare_one(part, self._silence_s)
@@ -206,7 +206,7 @@ class Execution:
     async def _commit_one(self, part: Part) -> None:
         try:
             # An expired lease is not committed: it is renewed while enough of it is left.
-            if part.stage == "prepared" and part.lease_left() < self._prepared_for_s / 2:
+            if part.stage == "prepared" and part.lease_left() < self._lease_s / 2:
                 known = part.operation_id
                 await self._prepare_one(part, self._silence_s)
                 if part.operation_id != known:
