@@ -228,6 +228,52 @@ def test_vllms_own_calls_sleep_by_memsaver(llm: Any) -> None:
         assert generated(llm) == before
 
 
+def fail_once(_worker: Any, call: str) -> None:
+    """In a worker: the next release or resume of its memory fails."""
+    import memsaver_core as ms
+
+    original = getattr(ms, call)
+
+    def fail(*_: Any, **__: Any) -> None:
+        setattr(ms, call, original)
+        raise ms.OutOfHostMemoryError("this worker has no host memory left")
+
+    setattr(ms, call, fail)
+
+
+@pytest.mark.guards("an engine that could not sleep never generated again")
+def test_an_llm_whose_sleep_fails_generates(llm: Any) -> None:
+    """vLLM pauses its scheduler first. The caller gets the reason, and a wake-up that fails can be repeated."""
+    before = generated(llm)
+    with pytest.raises(Exception, match="no sleep level 4"):
+        llm.sleep(level=4)
+    assert generated(llm) == before
+    for level in (1, 2):
+        llm.collective_rpc(fail_once, args=("release",))
+        with pytest.raises(Exception, match="this worker has no host memory left"):
+            llm.sleep(level=level)
+        assert generated(llm) == before
+    llm.sleep(level=1)
+    llm.collective_rpc(fail_once, args=("resume",))
+    with pytest.raises(Exception, match="this worker has no host memory left"):
+        llm.wake_up()
+    llm.wake_up()
+    assert generated(llm) == before
+
+
+def test_an_llm_hibernates(llm: Any) -> None:
+    before = generated(llm)
+    llm.sleep(level=1)
+    asleep = used()
+    llm.wake_up()
+    for tags in (None, ["weights"]):
+        llm.sleep(level=3)
+        assert asleep - used() > 300 * MIB, (asleep, used())  # the context
+        llm.wake_up(tags)
+        llm.wake_up()
+        assert generated(llm) == before
+
+
 @pytest.mark.guards("a request during sleep hung or used released memory")
 def test_the_service_beside_an_llm(llm: Any) -> None:
     """A call of ``generate`` counts as a request: a release waits for it, and it is refused while memory is

@@ -24,8 +24,8 @@ class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM is not in
         """
         if level not in (1, 2):
             raise UnsupportedError(
-                f"sleep level {level}: vLLM's workers cannot wake from it; to hibernate, use the service's "
-                "POST /sleep?level=3, which reaches the workers after vLLM's own part"
+                f"sleep level {level}: vLLM's workers cannot wake from it; to hibernate, call LLM.sleep(level=3) or "
+                "the service's POST /sleep?level=3, which reach the workers after vLLM's own part"
             )
         vllm_allocator().sleep((WEIGHTS,) if level == 1 else ())
         self._state = "SUSPENDED"

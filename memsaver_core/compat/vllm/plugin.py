@@ -22,8 +22,9 @@ import torch
 import memsaver_core as ms
 from memsaver_core import communicators, process
 from memsaver_core.compat.patching import Function, when_imported, wrap, wrap_in
-from memsaver_core.compat.vllm import allocator
+from memsaver_core.compat.vllm import allocator, core
 from memsaver_core.compat.vllm.allocator import MemsaverAllocator, vllm_allocator, worker_config
+from memsaver_core.compat.vllm.core import weights_are_released
 from memsaver_core.contract.errors import ConfigurationError, UnsupportedError
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import MemoryRequest, Tagged
@@ -48,6 +49,8 @@ def register() -> None:
         return
     for module, wrappers in WRAPPERS.items():
         wrap_in(module, {name: _if_enabled(wrapper) for name, wrapper in wrappers.items()})
+    for module, wrappers in core.WRAPPERS.items():
+        wrap_in(module, wrappers)
     when_imported("vllm.device_allocator.sleep_mode_backend", _add_backend)
     when_imported("vllm.v1.worker.gpu_worker", _decide_and_answer)
 
@@ -85,6 +88,7 @@ def _decide_and_answer(module: ModuleType) -> None:
 
     wrap(module.Worker, "__init__", decide)
     module.Worker.memsaver = _answer
+    setattr(module.Worker, core.CALL, core.call_worker)
 
 
 def _add_backend(module: ModuleType) -> None:
@@ -170,12 +174,12 @@ def _tags_cache_alone(runner: Any) -> bool:
 def _asleep(sleep: Function, self: Any, level: int = 1) -> None:
     """Sleep without saving the buffers of weights that are released already; vLLM has saved them before."""
     with _rank.sleeping():
-        sleep(self, 1 if level == 2 and _weights_are_released() else level)
+        sleep(self, 1 if level == 2 and weights_are_released() else level)
 
 
 def _without_early_buffers(wake_up: Function, self: Any, tags: list[str] | None = None) -> Any:
     """Wake up without writing buffers that vLLM saved at level 2 into weights that are still released."""
-    if tags is None or allocator.WEIGHTS in tags or not _weights_are_released():
+    if tags is None or allocator.WEIGHTS in tags or not weights_are_released():
         return wake_up(self, tags)
     noted = _notes(self)
     vars(self).update({name: type(note)() for name, note in noted.items()})
@@ -183,10 +187,6 @@ def _without_early_buffers(wake_up: Function, self: Any, tags: list[str] | None 
         return wake_up(self, tags)
     finally:
         vars(self).update(noted)
-
-
-def _weights_are_released() -> bool:
-    return any(tag.tag == allocator.WEIGHTS and tag.released_bytes for tag in ms.status().tags)
 
 
 # The worker as a rank: it answers ``collective_rpc("memsaver", args=(message,))`` by the rank protocol. A release runs

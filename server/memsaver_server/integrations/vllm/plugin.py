@@ -17,11 +17,12 @@ from starlette.types import Receive, Scope, Send
 
 from memsaver_core.compat.patching import wrap, wrap_in
 from memsaver_core.compat.vllm.allocator import is_wanted, switch
-from memsaver_core.contract.errors import AdmissionClosedError, ConfigurationError, UnsupportedError
+from memsaver_core.contract.errors import AdmissionClosedError, ConfigurationError, MemsaverError, UnsupportedError
+from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_server import Attachment, Settings, attach, create_app
 from memsaver_server.controller import Answer
 from memsaver_server.http.auth import check_address
-from memsaver_server.integrations.vllm.engine import ApiServerEngine, OfflineEngine
+from memsaver_server.integrations.vllm.engine import SCHEDULING, ApiServerEngine, OfflineEngine
 
 logger = logging.getLogger("memsaver")
 
@@ -38,6 +39,7 @@ def register() -> None:
     if switch() is not False:
         one_more = {"load_endpoint_plugins": lambda load, *args, **named: [*load(*args, **named), RoutesPlugin()]}
         wrap_in("vllm.plugins", one_more)
+        wrap_in("vllm.entrypoints.llm", {"LLM.sleep": _hibernating, "LLM.wake_up": _waking})
 
 
 class RoutesPlugin:
@@ -116,6 +118,35 @@ class OverlayRoute(BaseRoute):
 
 def _serves(routes: Sequence[BaseRoute], scope: Scope) -> bool:
     return any(route.matches(scope)[0] is Match.FULL for route in routes)
+
+
+#: The attribute of an ``LLM`` that holds its ``OfflineEngine`` while its workers are hibernated.
+_HIBERNATED = "_memsaver_hibernated"
+
+
+def _hibernating(sleep: Callable[..., Any], llm: Any, level: int = 1, mode: str = "abort") -> Any:
+    """``LLM.sleep``. Level 3 is level 1, and then the workers hibernate; if it fails, the ``LLM`` can generate."""
+    if level != 3 or not is_wanted(getattr(llm.llm_engine, "model_config", None)):
+        return sleep(llm, level, mode)
+    engine = OfflineEngine(llm)
+    sleep(llm, 0, mode)
+    try:
+        engine.memory.release(MemoryRequest(hibernate=True))
+    except MemsaverError:
+        engine.memory.close()
+        llm.wake_up()
+        raise
+    setattr(llm, _HIBERNATED, engine)
+    return None
+
+
+def _waking(wake_up: Callable[..., Any], llm: Any, tags: list[str] | None = None) -> Any:
+    """``LLM.wake_up``, which ends a hibernation first. If that fails, nothing has changed, and it can be repeated."""
+    if (engine := vars(llm).get(_HIBERNATED)) is not None:
+        engine.memory.resume(Tagged(tags=tuple(tag for tag in tags or () if tag != SCHEDULING)))
+        engine.memory.close()
+        delattr(llm, _HIBERNATED)
+    return wake_up(llm, tags)
 
 
 def attach_to(llm: Any, **options: Any) -> Attachment:

@@ -1,0 +1,107 @@
+"""What is changed in vLLM's engine core, so that a sleep or a wake-up that fails leaves an engine that serves.
+
+vLLM pauses its scheduler before its workers sleep, and lets it go on only at a wake-up. It also stops reading the
+workers' answers at the first error, so that the next call would read the others' answers to this one.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import memsaver_core as ms
+from memsaver_core.compat.patching import Function
+from memsaver_core.compat.vllm.allocator import WEIGHTS, is_wanted
+from memsaver_core.contract.errors import MemsaverError, UnsupportedError
+from memsaver_core.ranks.protocol import Failure
+
+#: The method of ``Worker`` that calls another one and returns its error.
+CALL = "memsaver_call"
+
+
+class WeightsGoneError(MemsaverError):
+    """A sleep at level 2 failed on one worker when others had given their weights up. All are awake again."""
+
+
+def call_worker(worker: Any, name: str, **arguments: Any) -> tuple[Failure | None, bool]:
+    """Call a worker's ``sleep`` or ``wake_up``. Returns its error, if any, and whether weights are released now."""
+    failure = None
+    try:
+        getattr(worker, name)(**arguments)
+    except Exception as error:
+        failure = Failure.of(error)
+    return failure, weights_are_released()
+
+
+def weights_are_released() -> bool:
+    return any(tag.tag == WEIGHTS and tag.released_bytes for tag in ms.status().tags)
+
+
+def on_all_workers(call: Function, executor: Any, *args: Any, **kwargs: Any) -> None:
+    """``Executor.sleep`` and ``wake_up``: raise the first worker's error once every worker has answered, before the
+    executor counts as asleep or awake. A sleep that fails wakes all workers.
+
+    Raises:
+        WeightsGoneError: the weights must be loaded again.
+        MemsaverError: what a worker raised. After a sleep all are awake; a wake-up can be repeated.
+    """
+    rpc = executor.collective_rpc
+
+    def checked(name: str, **request: Any) -> None:
+        answers = rpc(CALL, args=(name,), **request)
+        failures = [failure for failure, _ in answers if failure is not None]
+        if not failures:
+            return
+        if name == "sleep":
+            gone = request["kwargs"]["level"] == 2 and any(released for _, released in answers)
+            rpc(CALL, args=("wake_up",))
+            if gone:
+                again = "; other workers have given up their weights: load them again, then call wake_up"
+                raise WeightsGoneError(failures[0].message + again)
+        raise failures[0].to_error()
+
+    if not is_wanted(executor.vllm_config.model_config):
+        call(executor, *args, **kwargs)
+        return
+    executor.collective_rpc = checked
+    try:
+        call(executor, *args, **kwargs)
+    finally:
+        del executor.collective_rpc
+
+
+def sleep_or_serve(sleep: Function, core: Any, level: int = 1, mode: str = "abort") -> Future[Any] | None:
+    """``EngineCore.sleep``: if it fails, the scheduler goes on, unless it was paused before.
+
+    It stays paused, until a wake-up, if weights are gone; and in data-parallel engines, which can only go on together.
+
+    Raises:
+        UnsupportedError: the level is none of vLLM's. Nothing was paused.
+    """
+    if not is_wanted(core.vllm_config.model_config):
+        return sleep(core, level, mode)  # type: ignore[no-any-return]
+    if level > 2:
+        raise UnsupportedError(
+            f"vLLM's engine core has no sleep level {level}; LLM.sleep and POST /sleep hibernate by 3"
+        )
+    stays_paused = core.is_scheduler_paused() or getattr(core, "dp_group", None) is not None
+
+    def go_on_after(error: BaseException | None) -> None:
+        if error is not None and not stays_paused and not isinstance(error, WeightsGoneError):
+            core.resume_scheduler()
+
+    try:
+        asleep: Future[Any] | None = sleep(core, level, mode)
+    except Exception as error:
+        go_on_after(error)
+        raise
+    if asleep is not None:
+        asleep.add_done_callback(lambda done: go_on_after(done.exception()))
+    return asleep
+
+
+#: By module.
+WRAPPERS: dict[str, dict[str, Function]] = {
+    "vllm.v1.engine.core": {"EngineCore.sleep": sleep_or_serve},
+    "vllm.v1.executor.abstract": {"Executor.sleep": on_all_workers, "Executor.wake_up": on_all_workers},
+}
