@@ -77,7 +77,8 @@ def release(
 
     Raises:
         UnknownTagError: before anything was done.
-        UnsupportedError: this process cannot be hibernated; before anything was done.
+        UnsupportedError: this process cannot be hibernated, or backups in host memory would free nothing because a
+            device has no memory but the host's; before anything was done.
         ContextLostError: this process was hibernated and can never be woken again.
         OutOfHostMemoryError, DiskFullError: the backups would not fit; nothing was unmapped.
         MemsaverError: a driver call failed. All is resident again; if content that is not kept was gone already, or the
@@ -101,6 +102,7 @@ def release_with(request: MemoryRequest, *, log: PhaseLog | None = None) -> Oper
         return _report("release", names, {"tags": _tags_now(saver, names)}, log)
     if request.hibernate and (reasons := hibernation.obstacles()):
         raise UnsupportedError("this process cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
+    check_backups(names, overrides)
     if request.hibernate:
         hibernation.prepare()
     with log.phase(Phase.SYNCHRONIZE):
@@ -132,6 +134,20 @@ def release_with(request: MemoryRequest, *, log: PhaseLog | None = None) -> Oper
         with log.phase(Phase.HIBERNATE) as details:
             details.update(hibernation.hibernate())
     return _report("release", names, result, log)
+
+
+def check_backups(tags: Iterable[str], restore: Mapping[str, str]) -> None:
+    """Raise UnsupportedError if a release of ``tags`` (all if empty), with the policies of ``restore`` before their
+    own, would keep content in host memory of which the device's memory is a part: it would free nothing."""
+    backend, names = process.backend(), list(tags)
+    for tag in status().tags:
+        if (names and tag.tag not in names) or restore.get(tag.tag, tag.restore) not in ("host", "mixed"):
+            continue
+        if (index := next(filter(backend.has_host_memory, tag.mapped_by_device), None)) is not None:
+            raise UnsupportedError(
+                f"device {index} has no memory but the host's, so a backup of {tag.tag!r} in host memory would free "
+                "nothing; release it with the policy 'file' or 'discard'; nothing was released"
+            )
 
 
 def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) -> OperationReport:

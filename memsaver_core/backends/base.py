@@ -92,6 +92,10 @@ class Backend:
         """Read device memory in use now. Must not be called while this process's context is away."""
         raise NotImplementedError
 
+    def has_host_memory(self, index: int) -> bool:
+        """Return whether a device has no memory but the host's, as GB10 and Jetson have."""
+        return False
+
     def graph_memory(self, saver: _native.Saver, index: int) -> int:
         """Return the bytes that the driver holds for allocations made inside of CUDA graphs."""
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import pathlib
 import threading
@@ -18,6 +19,8 @@ from memsaver_core import _native, nvml
 from memsaver_core.backends.base import Backend
 from memsaver_core.backends.cuda_region import CudaRegion, OutsideRegions, Pool
 from memsaver_core.contract.status import DeviceMemory, TorchMemory
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_POOL_ID = (0, 0)
 
@@ -123,6 +126,9 @@ class CudaBackend(Backend):
         total, used, own = memory
         return DeviceMemory(index=index, uuid=uuid, name=name, total_bytes=total, used_bytes=used, process_bytes=own)
 
+    def has_host_memory(self, index: int) -> bool:
+        return bool(torch.cuda.get_device_properties(index).is_integrated)
+
     def graph_memory(self, saver: _native.Saver, index: int) -> int:
         return saver.graph_memory(index)
 
@@ -162,6 +168,10 @@ class CudaBackend(Backend):
         number = _native.allocator_for(tag, restore)
         allocator = self._allocators.get(number)
         if allocator is None:
+            if self.has_host_memory(device):
+                logger.warning(
+                    "device %d has no memory but the host's: only the policies file and discard free memory", device
+                )
             allocator = torch.cuda.memory.CUDAPluggableAllocator(
                 _native.__file__, f"memsaver_torch_malloc_{number}", "memsaver_torch_free"
             )

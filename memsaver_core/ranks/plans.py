@@ -16,6 +16,7 @@ from memsaver_core.contract.reports import DeviceRoom, PlannedTag, Room
 from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_core.contract.status import DeviceMemory, Status, TagStatus
 from memsaver_core.ranks.protocol import Plan
+from memsaver_core.release_resume import check_backups
 
 
 def reserve(request: Tagged) -> None:
@@ -38,8 +39,10 @@ def hold_disk(request: MemoryRequest) -> None:
 
 def plan_release(request: MemoryRequest, *, exact: bool = False, hold: bool = False) -> Plan:
     """Return what a release would do; for ``exact`` see ``Prepare``, for ``hold`` ``hold_disk``. Raises
-    ContextLostError, or OutOfHostMemoryError or DiskFullError if the backups would not fit."""
+    ContextLostError; OutOfHostMemoryError or DiskFullError if the backups would not fit; UnsupportedError if they would
+    free nothing."""
     tags, status = _look(request.tags)
+    check_backups(request.tags, {tag: policy.value for tag, policy in request.restore.items()})
     host, file = backup_rooms([planned_release(tag, request) for tag in tags], status)
     needed = _to_fit(host.needed_bytes, 0 if exact else host.free_bytes)
     if needed > host.free_bytes and status.host_backup.shared_store is None:

@@ -40,6 +40,14 @@ KNOWN_FAILURES = {
             "the stacks of kernels stayed on the device",
             "The context's stack limit is lowered with the last resident memory, and raised before any comes back.",
         ),
+        KnownFailure(
+            "an engine that could not sleep never generated again",
+            "vLLM's scheduler, which was paused first, goes on; all workers are awake, and the caller gets the reason.",
+        ),
+        KnownFailure(
+            "a wake-up on a device whose memory is the host's killed engine or host",
+            "A backup in host memory is refused there with the reason; the policies file and discard work.",
+        ),
         KnownFailure("a second release or resume failed", "Repeating either one succeeds and changes nothing."),
         KnownFailure(
             "releasing everything failed after one tag had been released", "The rest is released; repeats succeed."

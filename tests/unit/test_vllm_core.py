@@ -103,6 +103,7 @@ def engine() -> EngineCore:
     return engine
 
 
+@pytest.mark.guards("an engine that could not sleep never generated again")
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_sleep_that_fails_on_one_worker_leaves_all_awake_and_serving(engine: EngineCore, failing: int) -> None:
     engine.model_executor.workers[failing].fails = "sleep"
@@ -144,6 +145,7 @@ def test_no_request_is_served_by_weights_that_are_gone(engine: EngineCore) -> No
     assert engine.paused
 
 
+@pytest.mark.guards("an engine that could not sleep never generated again")
 def test_a_level_that_vllm_lacks_is_refused_before_anything_is_paused(engine: EngineCore) -> None:
     with pytest.raises(UnsupportedError, match="level 3"):
         engine.sleep(3)

@@ -31,6 +31,7 @@ _PORT = 30000
 _SHORT_KEY = 16
 #: What the account of a host device takes.
 _ACCOUNT_BYTES = 16 << 10
+_CU_INTEGRATED = 18
 _CU_VMM_SUPPORTED = 102
 _CU_RDMA_WITH_VMM_SUPPORTED = 110
 _CU_MODULE_LAZY_LOADING = 2
@@ -234,6 +235,9 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
         found += f"{'yes' if vmm else 'no'}, GPUDirect RDMA on it {'yes' if rdma else 'no'}"
         remedy = "" if vmm else "this device (or its vGPU profile) cannot unmap memory: hide it by CUDA_VISIBLE_DEVICES"
         yield Finding(f"device {index}", Level.OK if vmm else Level.BLOCKED, found, remedy)
+        if _attribute(machine.cuda, device, _CU_INTEGRATED):
+            remedy = "a backup in host memory would free nothing: release with the policy file or discard"
+            yield Finding(f"memory of device {index}", Level.WARNING, "is the host's", remedy)
 
 
 def _attribute(cuda: ctypes.CDLL, device: ctypes.c_int, number: int) -> bool:
