@@ -22,12 +22,22 @@ _OURS = f"{__name__}.{_NAME}"
 _SUBMODULES = "binary_wrapper entrypoint hooks hooks.base hooks.mode_preload hooks.mode_torch testing_utils utils"
 
 
-def install(*, subprocesses: bool = False) -> None:
-    """Have ``import torch_memory_saver`` import ``memsaver_core.compat.torch_memory_saver``, installed or not;
-    ``subprocesses``: also in Python processes started from now on, by ``PYTHONPATH``. Further calls do nothing. Raises
-    ConfigurationError if another ``torch_memory_saver`` was imported already."""
+def install(*, subprocesses: bool = False, replace: bool = False) -> None:
+    """Have ``import torch_memory_saver`` import ``memsaver_core.compat.torch_memory_saver``, installed or not. Further
+    calls do nothing.
+
+    Args:
+        subprocesses: also in Python processes started from now on, by ``PYTHONPATH``.
+        replace: also if another ``torch_memory_saver`` was imported already, but not used; modules that imported it
+            keep that one.
+
+    Raises:
+        ConfigurationError: another one was imported already, or with ``replace`` used.
+    """
     ours = importlib.import_module(_OURS)
     present = sys.modules.get(_NAME)
+    if replace and getattr(getattr(present, _NAME, None), "_impl", ours) is None:  # it makes its own at its first use
+        present = None
     if present is not None and present is not ours and not getattr(present, "MEMSAVER_FORWARDER", False):
         raise ConfigurationError(
             f"another torch_memory_saver is imported already, from {getattr(present, '__file__', 'an unknown place')}; "

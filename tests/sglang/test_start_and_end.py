@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
+from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.engine_server import START_S, prompts
 from tests.waiting import wait_until
@@ -51,6 +54,22 @@ def test_from_the_warm_up_to_the_end(start: Start) -> None:
     (scheduler,) = server.schedulers()
     scheduler.send_signal(signal.SIGKILL)
     wait_until(lambda: server.process.poll() is not None)
+
+
+@pytest.mark.guards("an upgrade of the engine put the other torch_memory_saver back")
+def test_beside_another_torch_memory_saver(start: Start) -> None:
+    """Which is first on the path, and of which nothing is changed."""
+    stock = Path(sys.prefix) / "stock"
+    before = {file: file.read_bytes() for file in stock.rglob("*") if file.is_file() and file.suffix != ".pyc"}
+    assert stock / "torch_memory_saver/__init__.py" in before
+    server = start("--enable-weights-cpu-backup", serve=False, MEMSAVER_SGLANG="1", PYTHONPATH=str(stock))
+    expected = server.generate(2000, prompts(1)[0])
+    (running,) = server.in_background(1, 2000)
+    server.own("/release_memory_occupation")  # by SGLang alone an assertion ends the server
+    assert running.result(ANSWER_S) == expected
+    server.own("/resume_memory_occupation")
+    assert server.generate(2000, prompts(1)[0]) == expected
+    assert {file: file.read_bytes() for file in before} == before
 
 
 def test_updates_beside_requests_that_are_held(start: Start) -> None:

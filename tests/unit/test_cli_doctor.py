@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from memsaver_core import compat
 from tests import forks
 
 
@@ -159,3 +160,18 @@ def test_who_has_the_port_is_told() -> None:
     assert found["level"] == "warning"
     assert re.search(r"process \d+ \(", found["found"])
     assert "--port" in found["remedy"]
+
+
+@pytest.mark.guards("an upgrade of the engine put the other torch_memory_saver back")
+def test_it_says_which_torch_memory_saver_an_engine_imports(tmp_path: Path) -> None:
+    """Of two that are installed, in the order of the path; and memsaver's in an engine that asks for it."""
+    other = tmp_path / "torch_memory_saver"
+    other.mkdir()
+    (other / "__init__.py").write_text("torch_memory_saver = None\n")
+    for path, asked, level, found in (
+        ([tmp_path, compat.PATH], {}, "note", str(other)),
+        ([compat.PATH, tmp_path], {}, "ok", str(compat.PATH)),
+        ([tmp_path], {"MEMSAVER_SGLANG": "1"}, "ok", "MEMSAVER_SGLANG"),
+    ):
+        finding = findings_now(PYTHONPATH=os.pathsep.join(map(str, path)), **asked)["torch_memory_saver"]
+        assert (finding["level"], found in finding["found"]) == (level, True), finding

@@ -270,6 +270,19 @@ def _turns_expandable_segments_on(value: str) -> bool:
     return "expandable_segments:true" in "".join(value.lower().split()).split(",")
 
 
+def check_torch_memory_saver(machine: Machine) -> Finding | None:
+    subject = "torch_memory_saver"
+    if asking := [name for name in ("MEMSAVER_SGLANG", "MEMSAVER_TOKENSPEED") if os.environ.get(name)]:
+        return Finding(subject, Level.OK, f"memsaver's in the engine, as {asking[0]} is set")
+    spec = find_spec(subject)
+    if spec is None or spec.origin is None:
+        return None
+    if "memsaver_core" in Path(spec.origin).read_text():  # ours, or the distribution that forwards to it
+        return Finding(subject, Level.OK, f"memsaver's, by {spec.origin}")
+    remedy = "set MEMSAVER_SGLANG=1 or MEMSAVER_TOKENSPEED=1, or call memsaver_core.compat.install() before its import"
+    return Finding(subject, Level.NOTE, f"another one than memsaver's, in {Path(spec.origin).parent}", remedy)
+
+
 def check_nccl(machine: Machine) -> Finding:
     subject = "NCCL graph registration"
     value = os.environ.get("NCCL_GRAPH_REGISTER")

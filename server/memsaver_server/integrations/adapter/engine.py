@@ -200,8 +200,8 @@ def memory_obstacles(saves_memory: bool, module: str) -> Iterator[str]:
     saver = getattr(importlib.import_module(module), "torch_memory_saver", None)
     if not getattr(saver, "__name__", "").startswith("memsaver_core."):
         yield (
-            "it uses another torch_memory_saver; install memsaver-torch-memory-saver in place of that, or call "
-            "memsaver_core.compat.install() before it is imported"
+            "it uses another torch_memory_saver; set MEMSAVER_SGLANG=1 for SGLang or MEMSAVER_TOKENSPEED=1 for "
+            "tokenspeed, or call memsaver_core.compat.install() before it is imported"
         )
 
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from memsaver_core.compat import install
+from memsaver_core.compat.patching import when_imported
 from memsaver_core.contract.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -25,25 +27,37 @@ class Plugin:
     """Serves the schedulers of one kind of engine.
 
     Args:
-        variable: the environment variable that says where to serve: ``HOST:PORT``, or the path of a Unix socket. There
-            is no service if it is not set.
+        variable: the environment variable that turns memsaver on in the engine, whichever ``torch_memory_saver`` is
+            installed, and says where to serve: ``HOST:PORT``, or the path of a Unix socket; ``1`` for no service.
+        adapter: the engine's module that imports ``torch_memory_saver``.
         engine: the engine's class, as ``module:name``. It is imported only once it is needed, as engines import their
             plugins in each of their processes.
     """
 
-    def __init__(self, variable: str, engine: str) -> None:
+    def __init__(self, variable: str, engine: str, adapter: str) -> None:
         self._variable = variable
+        self._adapter = adapter
         self._engine = engine
 
-    def is_wanted(self) -> bool:
-        """Return whether there may be anything to do: a service is asked for, or ``import torch_memory_saver`` gives
-        memsaver's."""
+    def starts(self) -> bool:
+        """Return whether there may be anything to do in this process: the variable is set, or ``import
+        torch_memory_saver`` gives memsaver's. If the variable is set, the engine uses memsaver's from now on."""
         if os.environ.get(self._variable):
+            install(replace=True)
+            ours = sys.modules["torch_memory_saver"]
+            given = {"torch_memory_saver": ours, "_memory_saver": ours.torch_memory_saver, "import_error": None}
+            # It may be imported already, with another torch_memory_saver or none.
+            when_imported(self._adapter, lambda adapter: vars(adapter).update(given))
             return True
         if "torch_memory_saver" in sys.modules:
             return sys.modules["torch_memory_saver"].__name__.startswith("memsaver_core.")
         found = importlib.util.find_spec("torch_memory_saver")
         return found is not None and "memsaver_core" in (found.origin or "")
+
+    def where(self) -> str:
+        """Return the address at which to serve; empty for none."""
+        value = os.environ.get(self._variable, "")
+        return "" if value == "1" else value
 
     def attach(self, scheduler: Any, *, settings: Settings | None = None, **options: Any) -> Attachment:
         """Serve the engine's own ``scheduler`` from a thread of its process; ``settings`` and ``options`` as for
@@ -62,7 +76,7 @@ class Plugin:
         """Serve the engine's own ``scheduler``, whose event loop runs inside the block. If no address is set, only
         carry out the engine's own memory calls, if it ``saves_memory`` and can be served. Raises ConfigurationError if
         an address is set that cannot be bound, or the scheduler cannot be served there."""
-        where = os.environ.get(self._variable, "")
+        where = self.where()
         engine: Any = None
         try:
             if where or saves_memory:

@@ -12,14 +12,15 @@ from typing import Any
 from memsaver_core import MemsaverError, communicators
 from memsaver_server.integrations.adapter.plugin import Plugin
 
-_plugin = Plugin("MEMSAVER_SGLANG", "memsaver_server.integrations.sglang.engine:SglangEngine")
+ADAPTER = "sglang.srt.utils.torch_memory_saver_adapter"
+_plugin = Plugin("MEMSAVER_SGLANG", "memsaver_server.integrations.sglang.engine:SglangEngine", ADAPTER)
 attach, follow = _plugin.attach, _plugin.follow
 
 
 def register() -> None:
     """The entry point: carry out the memory calls of each engine of this process whose memory is in memsaver's regions,
     and serve it at ``MEMSAVER_SGLANG`` if that is set."""
-    if not _plugin.is_wanted():
+    if not _plugin.starts():
         return
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"

@@ -26,7 +26,8 @@ WORKSPACES = {
     "trtllm_mla": "_trtllm_workspace_buffer",
 }
 
-_plugin = Plugin("MEMSAVER_TOKENSPEED", "memsaver_server.integrations.tokenspeed.engine:TokenspeedEngine")
+ADAPTER = "tokenspeed.runtime.utils.torch_memory_saver_adapter"
+_plugin = Plugin("MEMSAVER_TOKENSPEED", "memsaver_server.integrations.tokenspeed.engine:TokenspeedEngine", ADAPTER)
 attach, follow = _plugin.attach, _plugin.follow
 
 
@@ -34,7 +35,7 @@ attach, follow = _plugin.attach, _plugin.follow
 def register() -> None:
     """The entry point: carry out the memory calls of each engine of this process whose memory is in memsaver's regions,
     and serve it at ``MEMSAVER_TOKENSPEED`` if that is set."""
-    if not _plugin.is_wanted():
+    if not _plugin.starts():
         return
     module = importlib.import_module("tokenspeed.runtime.engine.event_loop")
     wrap(module, "create_attn_components", _with_tagged_workspaces)  # in 0.1.0
