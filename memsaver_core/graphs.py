@@ -28,11 +28,8 @@ def grown_bytes(index: int) -> int:
 
 
 class GraphPool:
-    """Memory that several graphs share, under one tag; pass it to ``graph``.
-
-    As with ``torch.cuda.graph_pool_handle``, graphs that share a pool must be replayed one at a time, and each may
-    overwrite what another left in it.
-    """
+    """Memory that several graphs share, under one tag; pass it to ``graph``. As with ``torch.cuda.graph_pool_handle``,
+    graphs that share a pool must be replayed one at a time, and each may overwrite what another left in it."""
 
     def __init__(self, tag: str = "cuda_graph", *, restore: PolicyLike | None = None) -> None:
         policy = policy_for(tag, restore).value

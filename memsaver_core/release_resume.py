@@ -187,10 +187,8 @@ def reserve_with(request: Tagged) -> None:
 
 
 def give_back_reserved() -> None:
-    """Give back the memory that ``reserve_with`` holds, if any, and disk space that is held for a release.
-
-    What the driver refuses is tried again later.
-    """
+    """Give back the memory that ``reserve_with`` holds, if any, and disk space that is held for a release. What the
+    driver refuses is tried again later."""
     disk.drop()
     saver = process.existing_saver()
     if saver is not None:
@@ -282,10 +280,8 @@ def _tags_now(saver: _native.Saver, names: list[str]) -> list[dict[str, Any]]:
 
 
 def _settle(log: PhaseLog, before: tuple[DeviceMemory, ...] | None, released_bytes: int) -> None:
-    """Wait until the devices' own counts have fallen by what was released, at most SETTLE_TIMEOUT_SECONDS.
-
-    They may never fall: a co-tenant may take the memory at the same moment.
-    """
+    """Wait until the devices' own counts have fallen by what was released, at most SETTLE_TIMEOUT_SECONDS. They may
+    never fall: a co-tenant may take the memory at the same moment."""
     deadline = time.monotonic() + SETTLE_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         now = log.read()

@@ -81,11 +81,9 @@ class Communicators:
         self._registered.pop(name, None)
 
     def found(self) -> tuple[CommunicatorStatus, ...]:
-        """Find and count the communicators of more than one rank, in the order of their creation.
-
-        Must not be called while the process is hibernated, when device calls block. While some are being suspended or
-        resumed, what was counted before.
-        """
+        """Find and count the communicators of more than one rank, in the order of their creation. Must not be called
+        while the process is hibernated, when device calls block. While some are being suspended or resumed, what was
+        counted before."""
         if self._lock.acquire(blocking=False):
             try:
                 self._count()
@@ -98,10 +96,8 @@ class Communicators:
         return tuple(status for _, status in self._counted)
 
     def can_suspend(self) -> bool:
-        """Return whether memsaver may suspend communicators, and the NCCL that this process has loaded can.
-
-        Calls no driver.
-        """
+        """Return whether memsaver may suspend communicators, and the NCCL that this process has loaded can. Calls no
+        driver."""
         library = None if process.settings().communicators == "off" else loaded()
         return library is not None and library.version >= SUSPENDS
 
@@ -134,10 +130,8 @@ class Communicators:
         )
 
     def shared(self) -> tuple[str, ...]:
-        """Return what ranks share of device memory besides what can be suspended, each with what to change.
-
-        It stays after a release and prevents a hibernation. Returns what was counted last; calls no driver.
-        """
+        """Return what ranks share of device memory besides what can be suspended, each with what to change. It stays
+        after a release and prevents a hibernation. Returns what was counted last; calls no driver."""
         return self._shared
 
     def suspend(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> dict[str, int]:
@@ -160,10 +154,8 @@ class Communicators:
         return self._move("suspend", names, timeout_s)
 
     def resume(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        """Bring communicators back, with the same addresses. Every rank of each must call this.
-
-        One that is not suspended is passed over. Arguments and errors are those of ``suspend``.
-        """
+        """Bring communicators back, with the same addresses. Every rank of each must call this. One that is not
+        suspended is passed over. Arguments and errors are those of ``suspend``."""
         self._move("resume", names, timeout_s)
 
     def _move(

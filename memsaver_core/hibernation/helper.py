@@ -26,11 +26,8 @@ PATH = Path(_native.__file__).with_name("memsaver-hibernate")
 
 
 class StepFailedError(Exception):
-    """The helper's answer that a step failed.
-
-    ``state`` is the driver's of this process now: running, locked, checkpointed, failed or unknown. If memory is short,
-    ``device`` names the device, and ``needed_bytes`` is not 0.
-    """
+    """The helper's answer that a step failed. ``state`` is the driver's of this process now: running, locked,
+    checkpointed, failed or unknown. If memory is short, ``device`` names the device, and ``needed_bytes`` is not 0."""
 
     def __init__(self, call: str, code: str, state: str, device: str = "", needed: str = "0", free: str = "0") -> None:
         self.call, self.code, self.state, self.device = call, code, state, device

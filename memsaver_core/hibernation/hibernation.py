@@ -167,36 +167,27 @@ class Hibernation:
             return self._restore() | self._unlock()
 
     def lock(self) -> dict[str, float]:
-        """Block device calls of this process, after those in flight; the first step of a hibernation.
-
-        A process that is past this step stays as it is. If it fails, device calls go on. Raises as ``hibernate``.
-        """
+        """Block device calls of this process, after those in flight; the first step of a hibernation. A process that is
+        past this step stays as it is. If it fails, device calls go on. Raises as ``hibernate``."""
         with self._one_step():
             return self._lock_calls()
 
     def checkpoint(self) -> dict[str, float]:
-        """Give back all device memory of this process, which is locked; the second step.
-
-        A process that is past this step stays as it is. If it fails, the process is still locked, with its memory;
-        ``unlock`` undoes that. Raises as ``hibernate``.
-        """
+        """Give back all device memory of this process, which is locked; the second step. A process that is past this
+        step stays as it is. If it fails, the process is still locked, with its memory; ``unlock`` undoes that. Raises
+        as ``hibernate``."""
         with self._one_step():
             return self._checkpoint()
 
     def restore(self) -> dict[str, float]:
-        """Take the memory again; the first step of a wake. Device calls still block.
-
-        A process that holds its memory stays as it is. If it fails, the process is still checkpointed. Raises as
-        ``wake``.
-        """
+        """Take the memory again; the first step of a wake. Device calls still block. A process that holds its memory
+        stays as it is. If it fails, the process is still checkpointed. Raises as ``wake``."""
         with self._one_step():
             return self._restore()
 
     def unlock(self) -> dict[str, float]:
-        """Let device calls go on; the second step of a wake, and what undoes ``lock``.
-
-        A process that runs stays as it is. If it fails, the process is still locked. Raises as ``wake``.
-        """
+        """Let device calls go on; the second step of a wake, and what undoes ``lock``. A process that runs stays as it
+        is. If it fails, the process is still locked. Raises as ``wake``."""
         with self._one_step():
             return self._unlock()
 

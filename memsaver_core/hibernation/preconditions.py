@@ -46,11 +46,8 @@ class Facts:
 
 
 def register_check(check: Callable[[], list[str]]) -> None:
-    """Have ``check`` called before each hibernation, while device calls still go on.
-
-    It returns what prevents the hibernation and what to do, one string for each obstacle; an integration adds what only
-    it can see of its engine.
-    """
+    """Have ``check`` called before each hibernation, while device calls still go on. It returns what prevents the
+    hibernation and what to do, one string for each obstacle; an integration adds what only it can see of its engine."""
     _checks.append(check)
 
 

@@ -98,10 +98,8 @@ def planned_release(tag: TagStatus, request: MemoryRequest) -> PlannedTag:
 
 
 def backup_rooms(tags: Iterable[PlannedTag], status: Status) -> tuple[Room, Room]:
-    """Return what the backups of a release need of host memory and of disk, and what is free there.
-
-    What others have in the shared store is not needed again, which shows only while content is saved.
-    """
+    """Return what the backups of a release need of host memory and of disk, and what is free there. What others have in
+    the shared store is not needed again, which shows only while content is saved."""
     needed: Counter[str] = Counter()
     for tag in tags:
         needed["file" if tag.restore == "file" else "host"] += tag.backup_bytes

@@ -81,10 +81,8 @@ class MoveCommunicators:
 @dataclass(frozen=True)
 class HibernationStep:
     """One step of a hibernation or of its end: the ranks take each step together. Reported as a phase of that name.
-
     ``lock`` blocks device calls, ``checkpoint`` gives the context back; ``restore`` brings it back, ``unlock`` lets
-    device calls go on. A rank that is past a step already does nothing.
-    """
+    device calls go on. A rank that is past a step already does nothing."""
 
     step: Literal["lock", "checkpoint", "restore", "unlock"]
 

@@ -77,11 +77,9 @@ class TorchMemorySaver:
         enable_cpu_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
-        """Capture into ``cuda_graph``, as ``torch.cuda.graph`` does, with the graph's own memory under ``tag``.
-
-        The content is always kept, even without ``enable_cpu_backup``, as some is written only at capture. Graphs with
-        the same ``pool`` and tag share memory.
-        """
+        """Capture into ``cuda_graph``, as ``torch.cuda.graph`` does, with the graph's own memory under ``tag``. The
+        content is always kept, even without ``enable_cpu_backup``, as some is written only at capture. Graphs with the
+        same ``pool`` and tag share memory."""
         _check_backend(enable_cpu_backup, cpu_backup_backend)
         impl = self._ensure_initialized()
         capture: AbstractContextManager[Any]
@@ -230,11 +228,9 @@ class _TorchMemorySaverImpl:
 
 
 class MemPools:
-    """The pools of regions, for projects that drop them. torch keeps what is freed in a pool until it is dropped.
-
-    After that ``torch.cuda.empty_cache()`` gives back the pool's free memory. Its tensors live on, under their tag. The
-    host driver has no pools.
-    """
+    """The pools of regions, for projects that drop them. torch keeps what is freed in a pool until it is dropped. After
+    that ``torch.cuda.empty_cache()`` gives back the pool's free memory. Its tensors live on, under their tag. The host
+    driver has no pools."""
 
     def pop(self, key: tuple[Any, ...], default: Any = _MISSING) -> Any:
         """Drop the pools of ``(tag, enable_cpu_backup[, enable_disk_backup, ...])``. If there are none, return

@@ -192,10 +192,8 @@ def until_ended(client: Client, start: Callable[[], AcceptedAnswer]) -> Operatio
 
 @contextmanager
 def _interrupt_held() -> Iterator[None]:
-    """Raise the first KeyboardInterrupt at the end of the block, since the service may have begun what it asks for.
-
-    The second is raised at once.
-    """
+    """Raise the first KeyboardInterrupt at the end of the block, since the service may have begun what it asks for. The
+    second is raised at once."""
     pressed = False
 
     def hold(_number: int, _frame: object) -> None:

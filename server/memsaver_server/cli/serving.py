@@ -80,9 +80,7 @@ def until_ended() -> Iterator[None]:
 
 def _notify(state: str) -> None:
     """Send systemd ``state``, for example ``READY=1``, if this is a unit of ``Type=notify``: NOTIFY_SOCKET is set then.
-
-    The protocol is that of sd_notify(3). What cannot be sent is dropped: serving does not depend on it.
-    """
+    The protocol is that of sd_notify(3). What cannot be sent is dropped: serving does not depend on it."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address.startswith(("/", "@")):
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
@@ -144,11 +142,9 @@ def _end_on_signals() -> None:
 
 
 def _wait_for_signal() -> None:
-    """Raise Ended once a signal was received.
-
-    Its handler may have raised before: Python drops what is raised in ``__del__`` or a weak reference's callback. The
-    pipe has the number also then, and if the signal came between a check and the wait.
-    """
+    """Raise Ended once a signal was received. Its handler may have raised before: Python drops what is raised in
+    ``__del__`` or a weak reference's callback. The pipe has the number also then, and if the signal came between a
+    check and the wait."""
     while os.read(_received, 1)[0] not in _SIGNALS:
         pass
     raise Ended

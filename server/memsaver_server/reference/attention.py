@@ -22,10 +22,8 @@ Pair = tuple[Tensor, Tensor]
 
 class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
     """Keys and values of all slots, per layer ``[slots, heads, length, dim]``, and scratch for a batch of them, which
-    layers of one shape may share.
-
-    The slots of a batch are given as a tensor, so that one captured graph serves any of them.
-    """
+    layers of one shape may share. The slots of a batch are given as a tensor, so that one captured graph serves any of
+    them."""
 
     def __init__(self, layers: Sequence[Pair], scratch: Sequence[Pair]) -> None:
         super().__init__(layers=[])

@@ -241,11 +241,9 @@ class LeadingRunner(ModelRunner):
 
 
 def _answer_for(runner: ModelRunner) -> Callable[[Plain], Any]:
-    """Return the function by which a rank with ``runner`` answers a message; None is no answer.
-
-    An error of ``read_update`` is the answer. Any other is raised, and ends the rank's process: it would no longer be
-    at the same step as the other ranks.
-    """
+    """Return the function by which a rank with ``runner`` answers a message; None is no answer. An error of
+    ``read_update`` is the answer. Any other is raised, and ends the rank's process: it would no longer be at the same
+    step as the other ranks."""
     rank = Rank()
 
     def answer(message: Plain) -> Plain | None:

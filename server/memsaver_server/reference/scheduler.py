@@ -69,11 +69,9 @@ class SlotTable:
 
 
 class Scheduler:
-    """Continuous batching on one thread, which also makes the runner: the part of ``Engine`` that needs no model.
-
-    An accepted request is in flight until it is answered, with or without a slot. After a drain nothing is computed
-    until admission opens: this is checked before every step, so that no step touches released memory.
-    """
+    """Continuous batching on one thread, which also makes the runner: the part of ``Engine`` that needs no model. An
+    accepted request is in flight until it is answered, with or without a slot. After a drain nothing is computed until
+    admission opens: this is checked before every step, so that no step touches released memory."""
 
     def __init__(
         self,

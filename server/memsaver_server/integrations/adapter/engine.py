@@ -81,9 +81,7 @@ class Group:
 @dataclass(frozen=True)
 class Command:
     """A call of the method ``name`` of ``Scheduler`` on every rank; of none if that is empty, which is a barrier.
-
-    Commands are numbered from 1. The number 0 is for those that nobody waits for.
-    """
+    Commands are numbered from 1. The number 0 is for those that nobody waits for."""
 
     number: int
     name: str
@@ -351,10 +349,8 @@ class LeadingLoop(EventLoop):
         """Called once the scheduler has processed what it received."""
 
     def handle(self, received: Sequence[Any]) -> list[Any]:
-        """Return what is broadcast in place of ``received``. Called once in each iteration.
-
-        Requests are held or refused here, before they reach the other ranks.
-        """
+        """Return what is broadcast in place of ``received``. Called once in each iteration. Requests are held or
+        refused here, before they reach the other ranks."""
         while self._pending:
             future, work = self._pending.popleft()
             if not future.set_running_or_notify_cancel():
@@ -558,11 +554,9 @@ class LoopEngine(LeadingLoop, Engine):
         self._answer(request, error)
 
     def _update(self, request: Any) -> None:
-        """Have the engine write weights while no release or resume runs, and note whether it did.
-
-        An update may take several requests, of which nothing marks the last: each counts as the whole update. Clients
-        resume the KV cache, or continue generation, only after the last one.
-        """
+        """Have the engine write weights while no release or resume runs, and note whether it did. An update may take
+        several requests, of which nothing marks the last: each counts as the whole update. Clients resume the KV cache,
+        or continue generation, only after the last one."""
         answered: Future[Any] = Future()
         try:
             with suppress(_NotWrittenError), self._lifecycle.writing():

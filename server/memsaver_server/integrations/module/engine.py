@@ -142,11 +142,8 @@ class ModuleEngine(Gate):
 
 
 class GatedForward:
-    """Replaces a module's ``forward``. Copies and pickles of the module have the original.
-
-    A pair of hooks would not do: after a KeyboardInterrupt the second one is not called, and code that was compiled
-    before does not run them.
-    """
+    """Replaces a module's ``forward``. Copies and pickles of the module have the original. A pair of hooks would not
+    do: after a KeyboardInterrupt the second one is not called, and code that was compiled before does not run them."""
 
     def __init__(self, requests: NestedRequests, module: nn.Module) -> None:
         self._requests = requests
@@ -302,12 +299,10 @@ def _tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Te
 
 
 def _move(tagged: Iterable[tuple[ModuleTensor, str, Policy]]) -> None:
-    """Move each tensor under its tag and policy. The first of those that share memory decides for all of them.
-
-    Every other tensor of the process that shares the memory, for example in a state dict, moves along. What is under a
-    tag already stays, and so does host memory if memsaver manages a device's. After an error (the device may lack room
-    for a copy of what moves at once) some tensors have moved; each has its content, and the call can be repeated.
-    """
+    """Move each tensor under its tag and policy. The first of those that share memory decides for all of them. Every
+    other tensor of the process that shares the memory, for example in a state dict, moves along. What is under a tag
+    already stays, and so does host memory if memsaver manages a device's. After an error (the device may lack room for
+    a copy of what moves at once) some tensors have moved; each has its content, and the call can be repeated."""
     managed = ms.torch_device().type
     storages: dict[int, tuple[_Place, list[Tensor]]] = {}  # each with the tensors that share it
     left = []

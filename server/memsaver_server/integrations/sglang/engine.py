@@ -226,12 +226,9 @@ class SglangScheduler(base.Scheduler):
 
 
 class SglangEngine(base.LoopEngine):
-    """The engine over a ``Scheduler``.
-
-    Rank 0 admits, holds or refuses requests. A refused one is aborted with status 503, which SGLang's server returns to
-    the client. In SGLang itself, a release ends the process if a request runs, so does a resume if nothing is released,
-    and a weight update or a continuation touches memory that is released.
-    """
+    """The engine over a ``Scheduler``. Rank 0 admits, holds or refuses requests. A refused one is aborted with status
+    503, which SGLang's server returns to the client. In SGLang itself, a release ends the process if a request runs, so
+    does a resume if nothing is released, and a weight update or a continuation touches memory that is released."""
 
     name = "sglang"
     scheduler_class = SglangScheduler

@@ -173,20 +173,16 @@ class VllmEngine(Gate):
         self.call("reset_prefix_cache").result()
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
-        """Reset the prefix cache again: vLLM did so as it fell asleep, but a part may have been released since.
-
-        With a large cache this takes milliseconds. Nobody waits for it, as vLLM does it before later requests.
-        """
+        """Reset the prefix cache again: vLLM did so as it fell asleep, but a part may have been released since. With a
+        large cache this takes milliseconds. Nobody waits for it, as vLLM does it before later requests."""
         if "kv_cache" in lost:
             self.call("reset_prefix_cache").add_done_callback(_log_failure)
 
 
 class ApiServerEngine(VllmEngine):
     """An engine over vLLM's asynchronous client, which it calls from threads other than that of the client's loop.
-
     Requests come over HTTP, and are tasks of that loop. They wait in front of the gate but are never inside it: vLLM
-    drains those that have entered.
-    """
+    drains those that have entered."""
 
     def __init__(self, client: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._client = client
