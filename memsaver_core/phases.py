@@ -33,13 +33,8 @@ def deltas(before: tuple[DeviceMemory, ...] | None, after: tuple[DeviceMemory, .
 
 
 class PhaseLog:
-    """Collects phases in the order in which they run.
-
-    If the devices cannot be read, the operation goes on and its phases have no device figures.
-
-    Args:
-        read: reads the devices.
-    """
+    """Collects phases in the order in which they run, with the devices that ``read`` returns before and after each. If
+    they cannot be read, the operation goes on and its phases have no device figures."""
 
     def __init__(self, read: Callable[[], tuple[DeviceMemory, ...]]) -> None:
         self._read = read

@@ -37,11 +37,8 @@ SETTLE_SLACK_SHARE = 256
 
 
 def check_tags(tags: Iterable[str] | None) -> list[str]:
-    """Return ``tags`` without repeats; None and an empty list mean all, and give an empty list.
-
-    Raises:
-        UnknownTagError: a tag is neither well known nor used by any region.
-    """
+    """Return ``tags`` without repeats; an empty list means all, as does None. Raises UnknownTagError if one is neither
+    well known nor used by any region."""
     names = list(dict.fromkeys(tags or ()))
     saver = process.existing_saver()
     known = saver.known_tags() if saver is not None else []
@@ -172,13 +169,8 @@ def resume_with(request: Tagged, *, log: PhaseLog | None = None) -> OperationRep
 
 def reserve_with(request: Tagged) -> None:
     """Take the device memory that ``resume_with(request)`` needs, and hold it without an address until the next resume,
-    which then cannot run out of it, or ``give_back_reserved``. Does nothing while the process is hibernated.
-
-    Raises:
-        UnknownTagError: before anything was done.
-        OutOfDeviceMemoryError: the device has too little free memory; nothing is held.
-        ContextLostError, MemsaverError: as ``resume``; nothing is held.
-    """
+    which then cannot run out of it, or ``give_back_reserved``. Does nothing while the process is hibernated. Raises as
+    ``resume``; nothing is held then."""
     names = check_tags(request.tags)
     hibernation.raise_if_lost()
     if not process.enabled() or hibernation.is_hibernated():
@@ -187,8 +179,8 @@ def reserve_with(request: Tagged) -> None:
 
 
 def give_back_reserved() -> None:
-    """Give back the memory that ``reserve_with`` holds, if any, and disk space that is held for a release. What the
-    driver refuses is tried again later."""
+    """Give back the memory that ``reserve_with`` holds and the disk space that is held for a release. What the driver
+    refuses is tried again later."""
     disk.drop()
     saver = process.existing_saver()
     if saver is not None:
@@ -196,17 +188,9 @@ def give_back_reserved() -> None:
 
 
 def prepare_backup(*, wait: bool = False) -> None:
-    """Pin the host memory that a release of everything needs, in the background, so that the first release is fast.
-
-    Also compiles kernels that this user's cache lacks, in a quarter of a second each. Without that the first release
-    packs nothing, and has them compiled in the background.
-
-    Args:
-        wait: return only when it is done.
-
-    Raises:
-        OutOfHostMemoryError: host memory is short; only with ``wait``. Otherwise the release raises it.
-    """
+    """Pin the host memory that a release of everything needs, and compile kernels that this user's cache lacks (a
+    quarter of a second each), in the background; with ``wait``, return when it is done. Without this the first release
+    is slower and packs nothing. Raises OutOfHostMemoryError, only with ``wait``, if host memory is short."""
     if not process.enabled():
         return
     saver = process.saver()

@@ -1,8 +1,6 @@
-"""Every error that memsaver raises, with its kind, its HTTP status and when a retry may help.
-
-Each message says what happened, to what, and what to do. None of these errors leaves an allocation half done: each one
-is either mapped with its content or released with what its policy requires.
-"""
+"""Every error that memsaver raises, with its kind, its HTTP status and when a retry may help. Each message says what
+happened, to what, and what to do. After any error each allocation is mapped with its content, or released with what its
+policy requires."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What callers ask of a release and of a resume: each option once.
+"""What callers ask of a release and of a resume: each option once. Sizes are bytes, times seconds.
 
-All else is made from these models: the JSON of the service, the keywords of the clients, the options of the command
-line, messages to ranks, what a fleet sends to its engines and keeps in its record, and the tables of the documentation.
-A new option is one field here, the line that acts on it, and a test. Sizes are bytes, times seconds.
+Made from these models: the service's JSON, the clients' keywords, the command line's options, messages to ranks, what a
+fleet sends and records, and the documentation. A new option is one field here, the line that acts on it, and a test.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""What an operation would do on this rank, and whether it could: nothing is changed to find out.
-
-A check here refuses only what the operation itself would refuse. It finds it before any rank has done anything.
-"""
+"""What an operation would do on this rank, and whether it could: nothing is changed to find out. A check here refuses
+only what the operation itself would refuse, before any rank has done anything."""
 
 from __future__ import annotations
 

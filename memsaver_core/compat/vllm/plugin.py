@@ -1,8 +1,5 @@
-"""The entry point that vLLM calls in each of its processes, and what it changes in the modules of a vLLM worker.
-
-Until ``worker_config`` enables memsaver, wrapped functions do what they did before. A version may lack some of them.
-The table ``WRAPPERS`` at the end lists them all.
-"""
+"""The entry point that vLLM calls in each of its processes, and what it changes in a vLLM worker: see ``WRAPPERS``.
+Until ``worker_config`` enables memsaver, wrapped functions do what they did before. A version may lack some of them."""
 
 from __future__ import annotations
 
