@@ -63,7 +63,7 @@ class Hibernation:
     def obstacles(self, suspending: bool = False) -> list[str]:
         """Return why this process cannot be hibernated now, each with what to do; empty if nothing is known to. With
         ``suspending``, communicators are suspended and imported memory is dropped first, so neither is an obstacle. The
-        driver does not list imported memory: what libraries other than memsaver, torch and NCCL import is not seen."""
+        driver does not list imported memory: what other libraries import is not seen."""
         if self._failure:
             return [self._failure]
         return [] if self.is_away() else preconditions.obstacles(preconditions.observe(), suspending)

@@ -81,23 +81,18 @@ class Options:
 
 
 class ModelRunner:
-    """A model, its slots, and the static inputs and outputs of its steps, each in its region.
-
-    Prompts are computed in chunks of one shape, next tokens in batches of a few shapes, padded with rows on a spare
-    slot. On a CUDA device each shape is captured as a graph once.
+    """A model, its slots, and the static inputs and outputs of its steps, each in its region. Prompts are computed in
+    chunks of one shape, next tokens in batches of a few shapes, padded with rows on a spare slot. On a CUDA device each
+    shape, (rows, tokens of each), is captured once, in ``graphs``. ``logits`` are those of each row's next token in the
+    last step. ``unwritten_weights`` names the parameters that no update has written since their content was discarded.
 
     Only the thread that makes a runner may use it: regions apply to one thread, and so does a cuBLAS handle, whose
     workspace is in a region.
-
-    Attributes:
-        graphs: by shape: the rows, and the tokens of each.
-        logits: of the last step; each row's are those of its next token.
-        unwritten_weights: names of the parameters that no update has written since their content was discarded.
     """
 
     def __init__(self, options: Options, rank: int = 0) -> None:
-        """Load the model and capture its graphs; if there are several ranks, all do so at the same time. Raises
-        ValueError if the options do not fit the model, RuntimeError if a graph cannot be captured."""
+        """Load the model and capture its graphs; several ranks do so at the same time. Raises ValueError if the options
+        do not fit the model, RuntimeError if a graph cannot be captured."""
         self.ranks = options.tensor_parallel
         self._device = options.device_of(rank)
         on_gpu = self._device.type == "cuda"

@@ -46,8 +46,8 @@ class SlotTable:
         self.free = list(range(slots))  # in the order of their return
 
     def take(self, ids: Sequence[int]) -> tuple[int, int]:
-        """Take the free slot that holds most of the beginning of ``ids``, else an empty one, else the least recently
-        used; return it and how many of the ids it holds. At least one is left, which gives the next token."""
+        """Take a free slot: the one that holds most of the beginning of ``ids``, else an empty one, else the least
+        recently used. Return it, and how many of the ids it holds: never all, as the last one gives the next token."""
         best = max(self.free, key=lambda slot: (self._common(slot, ids), not self._held[slot]))
         self.free.remove(best)
         self._held[best] = self._held[best][: self._common(best, ids)]

@@ -22,22 +22,16 @@ logger = logging.getLogger("memsaver")
 
 
 class Plugin:
-    """Serves the schedulers of one kind of engine.
-
-    Args:
-        variable: the environment variable that says where to serve: ``HOST:PORT``, or the path of a Unix socket. There
-            is no service if it is not set.
-        engine: the engine's class, as ``module:name``. It is imported only once it is needed, as engines import their
-            plugins in each of their processes.
-    """
+    """Serves the schedulers of one kind of engine. The environment variable ``variable`` says where: ``HOST:PORT``, or
+    the path of a Unix socket; without it there is no service. ``engine`` is the engine's class as ``module:name``,
+    imported once it is needed, as engines import their plugins in each of their processes."""
 
     def __init__(self, variable: str, engine: str) -> None:
         self._variable = variable
         self._engine = engine
 
     def is_wanted(self) -> bool:
-        """Return whether there may be anything to do: a service is asked for, or ``import torch_memory_saver`` gives
-        memsaver's."""
+        """Return whether a service is asked for, or ``import torch_memory_saver`` gives memsaver's."""
         if os.environ.get(self._variable):
             return True
         if "torch_memory_saver" in sys.modules:
@@ -47,9 +41,9 @@ class Plugin:
 
     def attach(self, scheduler: Any, *, settings: Settings | None = None, **options: Any) -> Attachment:
         """Serve the engine's own ``scheduler`` from a thread of its process; ``settings`` and ``options`` as for
-        ``memsaver_server.attach``. Call it before the event loop runs, on the first rank of an engine that was started
-        with ``--enable-memory-saver``, while all other ranks call ``follow``. Raises ConfigurationError if this
-        scheduler cannot be served or is not the first rank's, or the address cannot be bound."""
+        ``memsaver_server.attach``. Call it before the event loop runs, on the first rank of an engine started with
+        ``--enable-memory-saver``, while all other ranks call ``follow``. Raises ConfigurationError if this scheduler
+        cannot be served or is not the first rank's, or the address cannot be bound."""
         return _attach(self._lead(scheduler, service=True, attached=True), settings, **options)
 
     def follow(self, scheduler: Any) -> None:
@@ -61,7 +55,7 @@ class Plugin:
     def served(self, scheduler: Any, saves_memory: bool) -> Iterator[None]:
         """Serve the engine's own ``scheduler``, whose event loop runs inside the block. If no address is set, only
         carry out the engine's own memory calls, if it ``saves_memory`` and can be served. Raises ConfigurationError if
-        an address is set that cannot be bound, or the scheduler cannot be served there."""
+        an address is set, and it cannot be bound or the scheduler cannot be served."""
         where = os.environ.get(self._variable, "")
         engine: Any = None
         try:
@@ -78,7 +72,7 @@ class Plugin:
             yield
 
     def _lead(self, scheduler: Any, *, service: bool, attached: bool = False) -> Any:
-        """On the first rank return the engine. On another have it do what the first rank sends, and return None, or
+        """Return the engine on the first rank. On another have it do what the first rank sends, and return None, or
         raise ConfigurationError if it shall be ``attached``."""
         from memsaver_server.integrations.adapter.engine import join
 

@@ -33,11 +33,8 @@ _SLEEP = joined(vllm.Sleep, FleetRelease)
 
 
 class ModelRequest(BaseModel):
-    """The body of the calls, as Ray Serve LLM defines it.
-
-    Attributes:
-        options: fields of vLLM's sleep or wake-up, e.g. ``{"level": 2}`` or ``{"tags": ["weights"]}``.
-    """
+    """The body of the calls, as Ray Serve LLM defines it. ``options`` are fields of vLLM's sleep or wake-up, e.g.
+    ``{"level": 2}``."""
 
     model: str
     options: dict[str, Any] = {}

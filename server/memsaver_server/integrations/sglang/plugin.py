@@ -17,7 +17,7 @@ attach, follow = _plugin.attach, _plugin.follow
 
 
 def register() -> None:
-    """The entry point: carry out the memory calls of each engine of this process whose memory is in memsaver's regions,
+    """The entry point. Carry out the memory calls of each engine of this process whose memory is in memsaver's regions,
     and serve it at ``MEMSAVER_SGLANG`` if that is set."""
     if not _plugin.is_wanted():
         return
@@ -69,8 +69,7 @@ def _tag_prefill_graphs(
 ) -> None:
     """Let ``BreakableCudaGraphBackend`` start, which by itself refuses to if the memory of graphs is released. A
     prefill is a sequence of graphs, each captured without torch_memory_saver's ``cuda_graph``. All take their memory
-    from the pool whose id the backend has, which here is the pool of the graphs that are captured with
-    ``cuda_graph``."""
+    from the pool whose id the backend has: here that of the graphs that are captured with ``cuda_graph``."""
     original(backend, *arguments, enable_memory_saver=False, **named)
     if enable_memory_saver:
         from memsaver_core.compat.torch_memory_saver.entrypoint import graph_pool
@@ -93,11 +92,8 @@ ASK_S = 1.0
 
 
 class SchedulerCallError(MemsaverError):
-    """The call failed in the scheduler. SGLang's server answers with ``status_code``.
-
-    Args:
-        answer: the status, a space, and the message.
-    """
+    """The call failed in the scheduler, with ``answer``: the status, a space, and the message. SGLang's server answers
+    with ``status_code``."""
 
     kind = "scheduler_call"
 
@@ -131,8 +127,8 @@ def _initialize_manager(original: Callable[..., None], manager: Any, *arguments:
 
 
 async def _acquire_writer(manager: Any, lock: Any, acquire: Callable[[], Awaitable[None]]) -> None:
-    """Return once no request is in flight, or all that are wait in the scheduler for their memory or its content.
-    ``release_writer`` may be called after either."""
+    """Return once no request is in flight, or all that are wait in the scheduler for their memory or its content. After
+    either ``release_writer`` may be called."""
     acquiring = asyncio.ensure_future(acquire())
     timeout_s = 0.0
     try:

@@ -113,7 +113,7 @@ class TokenspeedScheduler(base.Scheduler):
 
     def is_still(self) -> bool:
         """Return whether no request runs, no page of the cache is copied to the host, and no expert's weights move. In
-        a drain also whether prefixes can be forgotten, which is then done: tokenspeed itself waits for that, too."""
+        a drain prefixes must be forgotten as well, which is then done: tokenspeed itself waits for that, too."""
         copies = getattr(self.own, "_num_inflight_cache_ops", False)  # up to 0.1.0
         moves = getattr(self.own._memory, "_weights_busy", bool)  # from 0.1.1 on
         still = not copies and not moves() and bool(self._pausing.scheduler_drained(self.own.scheduler))
@@ -166,7 +166,7 @@ class TokenspeedScheduler(base.Scheduler):
         self.save_buffers()
 
     def _stay_frozen(self) -> None:
-        """Set the pause again: a request for another one, which tokenspeed got meanwhile, would let it compute."""
+        """Set the pause again: a request for another one, received meanwhile, would let tokenspeed compute."""
         if self.frozen:
             self._pause.state = self._pausing.PauseState.PAUSED_ALL
 
@@ -222,10 +222,10 @@ class Receiver:
 
 
 class TokenspeedEngine(base.LoopEngine):
-    """The engine over an ``EventLoop``. It replaces the loop's socket to tokenspeed's server. In tokenspeed itself,
-    requests wait while memory is released, and each holds a lock that a weight update waits for; here they are refused,
-    or a limited number waits. There, too, a release waits without a deadline, a repeated one fails, a failure ends the
-    process, and a weight update touches memory that is released."""
+    """The engine over an ``EventLoop``, whose socket to tokenspeed's server it replaces. In tokenspeed itself, requests
+    wait while memory is released, each with a lock that a weight update waits for; here they are refused, or a limited
+    number waits. There, too, a release waits without a deadline, a repeated one fails, a failure ends the process, and
+    a weight update touches memory that is released."""
 
     name = "tokenspeed"
     scheduler_class = TokenspeedScheduler
