@@ -27,11 +27,14 @@ from memsaver_core.phases import PhaseLog, deltas
 
 _T = TypeVar("_T")
 
+#: Returns the host memory that this process may still take: what the kernel has available, within the cgroup.
+available_host_bytes = _native.available_memory_bytes
+
 #: Bound on the wait for the device's own count to fall. With the drivers that were measured it falls at once.
 SETTLE_TIMEOUT_SECONDS = 0.25
 
 #: Device memory that a first operation may take for itself: streams, a kernel's module, and a share of what it backs
-#: up, as the page tables of newly pinned memory take 8 bytes on the device for each 4 KiB.
+#: up. The page tables of newly pinned memory take 8 bytes on the device for each 4 KiB.
 SETTLE_SLACK_BYTES = 16 << 20
 SETTLE_SLACK_SHARE = 256
 
@@ -188,20 +191,15 @@ def give_back_reserved() -> None:
 
 
 def prepare_backup(*, wait: bool = False) -> None:
-    """Pin the host memory that a release of everything needs, and compile kernels that this user's cache lacks (a
-    quarter of a second each), in the background; with ``wait``, return when it is done. Without this the first release
-    is slower and packs nothing. Raises OutOfHostMemoryError, only with ``wait``, if host memory is short."""
+    """Pin the host memory that a release of everything needs, in the background, and compile kernels that this user's
+    cache lacks, in a quarter of a second each. With ``wait``, return when it is done. Without this the first release is
+    slower and packs nothing. Raises OutOfHostMemoryError, only with ``wait``, if host memory is short."""
     if not process.enabled():
         return
     saver = process.saver()
     saver.prepare_backup()
     if wait:
         saver.wait_until_prepared()
-
-
-def available_host_bytes() -> int:
-    """Return the host memory that this process may still take: what the kernel has available, within the cgroup."""
-    return _native.available_memory_bytes()
 
 
 def status() -> Status:

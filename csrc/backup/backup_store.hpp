@@ -1,17 +1,5 @@
 #pragma once
 
-#include <unistd.h>
-
-#include <algorithm>
-#include <cstddef>
-#include <functional>
-#include <map>
-#include <memory>
-#include <set>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "backup/block.hpp"
 #include "backup/file_store.hpp"
 #include "backup/host_pool.hpp"

@@ -1,10 +1,6 @@
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
 #include <deque>
-#include <utility>
-#include <vector>
 
 #include "backup/block.hpp"
 #include "driver/driver.hpp"

@@ -1,22 +1,11 @@
 #pragma once
 
 #include <dirent.h>
-#include <fcntl.h>
 #include <linux/magic.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <sys/vfs.h>
-#include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
-#include <cerrno>
-#include <cstddef>
-#include <cstring>
 #include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "backup/block.hpp"
 #include "support/error.hpp"

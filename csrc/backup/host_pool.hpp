@@ -1,20 +1,7 @@
 #pragma once
 
-#include <sys/mman.h>
-
-#include <algorithm>
-#include <atomic>
 #include <condition_variable>
-#include <cstddef>
-#include <cstring>
 #include <deque>
-#include <exception>
-#include <map>
-#include <optional>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
 
 #include "backup/block.hpp"
 #include "driver/driver.hpp"

@@ -1,13 +1,5 @@
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <memory>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "backup/block.hpp"
 #include "driver/handles.hpp"
 #include "support/error.hpp"

@@ -1,13 +1,6 @@
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
-#include <functional>
-#include <future>
 #include <list>
-#include <memory>
-#include <string>
-#include <vector>
 
 #include "backup/block.hpp"
 #include "backup/digest_queue.hpp"

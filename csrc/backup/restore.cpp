@@ -1,10 +1,5 @@
-#include <algorithm>
-#include <cstring>
 #include <deque>
 #include <set>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "backup/kept_content.hpp"
 #include "backup/pipeline.hpp"

@@ -1,15 +1,8 @@
-#include <algorithm>
 #include <chrono>
 #include <deque>
-#include <future>
 #include <iterator>
 #include <limits>
-#include <list>
 #include <map>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "backup/pipeline.hpp"
 #include "support/error.hpp"

@@ -1,19 +1,13 @@
 #pragma once
 
 #include <linux/futex.h>
-#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <bitset>
-#include <chrono>
 #include <climits>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <ctime>
 #include <iterator>
 #include <optional>
 #include <set>

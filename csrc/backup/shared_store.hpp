@@ -1,25 +1,5 @@
 #pragma once
 
-#include <sys/mman.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <atomic>
-#include <cerrno>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <deque>
-#include <functional>
-#include <future>
-#include <map>
-#include <memory>
-#include <set>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
-
 #include "backup/block.hpp"
 #include "backup/host_pool.hpp"
 #include "backup/shared_index.hpp"

@@ -1,10 +1,6 @@
-#include <dlfcn.h>
-
 #include <algorithm>
-#include <cstdio>
 #include <iterator>
 #include <map>
-#include <utility>
 
 #include "driver/cuda_api.hpp"
 #include "driver/driver.hpp"

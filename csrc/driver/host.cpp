@@ -6,7 +6,6 @@
 
 #include <atomic>
 #include <cerrno>
-#include <cstring>
 
 #include "driver/driver.hpp"
 #include "driver/host_account.hpp"

@@ -2,10 +2,6 @@
 
 #include <sys/random.h>
 
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-
 #include "support/error.hpp"
 
 namespace memsaver {

@@ -8,8 +8,6 @@
 
 #include <atomic>
 #include <cerrno>
-#include <cstddef>
-#include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <functional>
@@ -17,7 +15,6 @@
 #include <optional>
 #include <system_error>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "support/error.hpp"

@@ -1,15 +1,7 @@
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
-#include <iterator>
-#include <map>
-#include <optional>
 #include <set>
-#include <string>
 #include <tuple>
-#include <utility>
-#include <vector>
 
 #include "driver/driver.hpp"
 #include "support/range_set.hpp"

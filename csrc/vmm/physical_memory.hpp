@@ -2,16 +2,7 @@
 
 #include <unistd.h>
 
-#include <algorithm>
-#include <cstddef>
 #include <exception>
-#include <functional>
-#include <map>
-#include <memory>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "driver/driver.hpp"
 #include "support/cleanup.hpp"

@@ -1,14 +1,5 @@
 #pragma once
 
-#include <unistd.h>
-
-#include <atomic>
-#include <cstddef>
-#include <map>
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "backup/backup_store.hpp"
 #include "driver/driver.hpp"
 #include "support/progress.hpp"

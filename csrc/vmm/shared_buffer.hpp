@@ -1,10 +1,5 @@
 #pragma once
 
-#include <cstddef>
-#include <functional>
-#include <memory>
-#include <optional>
-
 #include "driver/driver.hpp"
 #include "driver/handles.hpp"
 #include "support/mutex.hpp"

@@ -1,11 +1,5 @@
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
-#include <exception>
-#include <map>
-#include <string>
-
 #include "driver/driver.hpp"
 #include "support/error.hpp"
 #include "support/log.hpp"

@@ -47,9 +47,9 @@ class Communicators:
 
     def register(self, name: str, comm: int, *, ranks: int, rank: int, device: int | None = None) -> None:
         """Have a communicator suspended that memsaver does not find by itself: it finds those of torch's process
-        groups, and the PyNcclCommunicator of vLLM and SGLang. ``comm`` is the ncclComm_t as a number, ``rank`` this
-        process's number among its ``ranks`` (one of a single rank is passed over), ``device`` torch's index of its
-        device. ``name`` is the same on all of its ranks, and no other communicator's of the engine. Raises
+        groups, and the PyNcclCommunicator of vLLM and SGLang. ``comm`` is the ncclComm_t as a number, ``device``
+        torch's index of its device. ``rank`` is this process's number among its ``ranks``; one of a single rank is
+        passed over. ``name`` is the same on all of its ranks, and no other communicator's of the engine. Raises
         ConfigurationError if it is taken."""
         self._check_free(name)
         if ranks > 1:
@@ -129,8 +129,8 @@ class Communicators:
         be used until ``resume``; return the bytes by name. One that is suspended already is passed over. Every rank of
         each must call this, with no communication in flight, within ``timeout_s`` seconds for all together. If it fails
         on any rank, call ``resume`` on all of them. Raises UnsupportedError if a name does not exist or cannot be
-        suspended (nothing was done), MemsaverError, with the name, if NCCL failed or another rank did not call this in
-        time."""
+        suspended: nothing was done. Raises MemsaverError, with the name, if NCCL failed or another rank did not call
+        this in time."""
         return self._move("suspend", names, timeout_s)
 
     def resume(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> None:

@@ -117,10 +117,10 @@ class Hibernation:
         share device memory, take each step on all of them before the next: ``lock``, ``checkpoint``, ``restore``,
         ``unlock``.
 
-        Raises UnsupportedError if a precondition does not hold (nothing was changed), DriverError if the driver refused
-        (the message says whether the process runs on as before), ContextLostError if the driver lost the process,
-        MemsaverError if the helper ended or did not answer in time (``is_hibernated`` says which state the process is
-        in).
+        Raises UnsupportedError if a precondition does not hold: nothing was changed. Raises ContextLostError if the
+        driver lost the process. Raises DriverError if the driver refused; the message says whether the process runs on
+        as before. Raises MemsaverError if the helper ended or did not answer in time; ``is_hibernated`` says which
+        state the process is in.
         """
         with self._one_step():
             seconds = self._lock_calls()
@@ -134,10 +134,10 @@ class Hibernation:
 
     def wake(self) -> dict[str, float]:
         """Bring the CUDA state back, at the same addresses; return the seconds of the steps. Does nothing if the
-        process is not hibernated. Raises OutOfDeviceMemoryError if a device has less free than the process held (still
-        hibernated; repeat the call), DriverError if the driver refused (the message says whether it is still
-        hibernated), ContextLostError if the driver cannot bring the process back, MemsaverError if the helper ended or
-        did not answer in time; repeat the call."""
+        process is not hibernated. Raises OutOfDeviceMemoryError if a device has less free than the process held: it is
+        still hibernated. Raises ContextLostError if the driver cannot bring the process back. Raises DriverError if the
+        driver refused; the message says whether it is still hibernated. Raises MemsaverError if the helper ended or did
+        not answer in time. All but ContextLostError can be repeated."""
         with self._one_step():
             return self._restore() | self._unlock()
 

@@ -22,11 +22,6 @@ def reserve(request: Tagged) -> None:
     ms.reserve_with(request)
 
 
-def check_release(request: MemoryRequest) -> None:
-    """As ``plan_release``; holds the disk space of the backups until the release, or ``give_back_reserved``."""
-    plan_release(request, hold=True)
-
-
 def hold_disk(request: MemoryRequest) -> None:
     """Hold the disk space of the backups until the release, or ``give_back_reserved``. Raises DiskFullError."""
     tags, status = _look(request.tags)

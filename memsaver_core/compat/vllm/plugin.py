@@ -379,8 +379,8 @@ def _forget(free_shared_buffer: Function, pointers: list[int], group: Any = None
 
 
 def _without_unused_buffer(init: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Free the buffer of symmetric memory, which every rank maps from every other one, if vLLM finds after its
-    allocation that it cannot use it, as without NVLink multicast."""
+    """Free the buffer of symmetric memory if vLLM finds after its allocation that it cannot use it, as without NVLink
+    multicast: every rank has mapped it."""
     init(self, *args, **kwargs)
     if self.disabled:
         vars(self).pop("buffer", None)

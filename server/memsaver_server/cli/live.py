@@ -188,8 +188,8 @@ def until_ended(client: Client, start: Callable[[], AcceptedAnswer]) -> Operatio
 
 @contextmanager
 def _interrupt_held() -> Iterator[None]:
-    """Raise the first KeyboardInterrupt at the end of the block, as the service may have begun what it asks for, and
-    the second at once."""
+    """Hold back the first KeyboardInterrupt until the end of the block: the service may have begun what it asks for.
+    The second is raised at once."""
     pressed = False
 
     def hold(_number: int, _frame: object) -> None:

@@ -1,3 +1,3 @@
-"""The reference engine: serves a Hugging Face causal language model, in one process or one for each rank. transformers'
-``ContinuousBatchingManager`` is not used: it allocates its cache in its own thread, where no region applies, cannot
-stop between two steps, and computes a prompt in shapes that depend on other requests, so tokens would not repeat."""
+"""The reference engine: serves a Hugging Face causal language model, in one process or one for each rank. It does not
+use transformers' ``ContinuousBatchingManager``. That allocates its cache in its own thread, where no region applies,
+and cannot stop between two steps. Its prompts have shapes that depend on other requests, so tokens would not repeat."""

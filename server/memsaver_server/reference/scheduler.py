@@ -37,7 +37,7 @@ class EngineDeadError(MemsaverError):
 
 
 class SlotTable:
-    """The slots, and the prefixes that they hold. Only whole chunks are reused: a chunk is always computed in the same
+    """The slots, and the prefixes that they hold. Only whole chunks are reused. A chunk is always computed in the same
     shape at the same position, so a reused one is bit by bit what computing it again would give."""
 
     def __init__(self, slots: int, chunk: int) -> None:

@@ -38,8 +38,8 @@ _WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
 @dataclass(frozen=True)
 class Partition:
     """The part of a model that ``rank`` of ``ranks`` holds. ``dims`` has the dimension along which a tensor is divided,
-    by its name; -1: it is not divided, but added in a sum over the ranks, of which rank 0 holds it, and the others
-    zeros. A tensor that is not named is whole on each rank."""
+    by its name. -1: it is added in a sum over the ranks; rank 0 holds it, and the others zeros. A tensor that is not
+    named is whole on each rank."""
 
     rank: int
     ranks: int

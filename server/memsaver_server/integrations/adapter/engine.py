@@ -409,9 +409,9 @@ class _NotWrittenError(Exception):
 
 class LoopEngine(LeadingLoop, Engine):
     """The engine on rank 0; each other rank calls ``join``. A scheduler is touched only in its own thread, once per
-    iteration of its event loop: there the service's work is done on every rank, between two batches. The service's
-    lifecycle carries out the memory calls and weight updates of the engine's own server or class, which are taken out
-    of what the scheduler receives. ``unwritten_weights``: see ``memsaver_server.engine.unwritten_weights``."""
+    iteration of its event loop: there the service's work is done on every rank, between two batches. Memory calls and
+    weight updates of the engine's own server or class are taken out of what the scheduler receives; the service's
+    lifecycle carries them out. ``unwritten_weights``: see ``memsaver_server.engine.unwritten_weights``."""
 
     scheduler_class: ClassVar[type[Scheduler]]
     _takes_calls = False

@@ -64,12 +64,12 @@ class ModuleEngine(Gate):
         """Move what the modules hold, and gate their calls. Nothing may use the modules meanwhile. Give the modules
         that the program calls, on their device; if it calls what ``torch.compile`` or a wrapper returned, give that.
         ``workspaces`` are patterns (``*.scratch``) of names of buffers and tensor attributes whose content is not
-        needed from one call to the next, ``workspace_restore`` their restore policy, ``zero`` by default.
+        needed from one call to the next. ``workspace_restore`` is their restore policy, by default ``zero``.
 
-        Raises ConfigurationError, with nothing changed, if a module has parameters on the meta device, or where
-        memsaver manages nothing, a pattern matches nothing, a ``forward`` is a coroutine, or this process has another
-        such engine. Raises torch.OutOfMemoryError if the device lacks room to move the next tensors: the modules work
-        as before, with some tensors in regions; try again.
+        Raises ConfigurationError if a module has parameters on the meta device, or where memsaver manages nothing.
+        Raises it, too, if a pattern matches nothing, a ``forward`` is a coroutine, or this process has another such
+        engine. Nothing has changed then. Raises torch.OutOfMemoryError if the device lacks room to move the next
+        tensors: the modules work as before, with some tensors in regions; try again.
         """
         patterns = [workspaces] if isinstance(workspaces, str) else list(workspaces)
         modules = tuple({id(each): each for each in (module, *others)}.values())
@@ -278,10 +278,10 @@ def _tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Te
 
 
 def _move(tagged: Iterable[tuple[ModuleTensor, str, Policy]]) -> None:
-    """Move each tensor under its tag and policy. The first of those that share memory decides for all of them, and
-    every other tensor of the process that shares the memory, for example in a state dict, moves along. What is under a
-    tag already stays, and so does host memory if memsaver manages a device's. After an error (the device may lack room
-    for a copy of what moves at once) some tensors have moved; each has its content, and the call can be repeated."""
+    """Move each tensor under its tag and policy. The first of those that share memory decides for all of them. Every
+    other tensor of the process that shares the memory, for example in a state dict, moves along. What is under a tag
+    already stays, and so does host memory if memsaver manages a device's. After an error (the device may lack room for
+    a copy of what moves at once) some tensors have moved; each has its content, and the call can be repeated."""
     managed = ms.torch_device().type
     storages: dict[int, tuple[_Place, list[Tensor]]] = {}  # each with the tensors that share it
     left = []

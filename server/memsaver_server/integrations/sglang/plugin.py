@@ -81,8 +81,8 @@ def _tag_prefill_graphs(
 
 
 # In the process of SGLang's HTTP server, or of its ``Engine``: a release or a resume that failed in the scheduler is
-# reported as a failure. And an update of weights, which waits for the requests in flight, as each holds a lock until it
-# is answered, does not wait for those that memsaver holds back: they may themselves wait for that update.
+# reported as a failure. An update of weights waits for the requests in flight, as each holds a lock until it is
+# answered. Here it does not wait for those that memsaver holds back: they may themselves wait for that update.
 
 CALLS = ("release_memory_occupation", "resume_memory_occupation")
 #: The name of a request for the scheduler's state, which ``SglangEngine`` answers.

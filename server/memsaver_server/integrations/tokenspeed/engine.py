@@ -224,7 +224,7 @@ class Receiver:
 class TokenspeedEngine(base.LoopEngine):
     """The engine over an ``EventLoop``, whose socket to tokenspeed's server it replaces. In tokenspeed itself, requests
     wait while memory is released, each with a lock that a weight update waits for; here they are refused, or a limited
-    number waits. There, too, a release waits without a deadline, a repeated one fails, a failure ends the process, and
+    number waits. Its own release waits without a deadline, and fails if it is repeated. A failure ends its process, and
     a weight update touches memory that is released."""
 
     name = "tokenspeed"
