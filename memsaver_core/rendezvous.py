@@ -62,7 +62,6 @@ class Listener:
         return [connections[rank] for rank in expected]
 
     def close(self) -> None:
-        """Remove the socket."""
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -82,12 +81,13 @@ def connect(path: str, rank: int) -> socket.socket:
 def started(call: Callable[[], _T], name: str = "memsaver-ranks") -> Future[_T]:
     """Run ``call`` in a new thread; one that hangs does not keep the process from ending."""
     future: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=settle, args=(future, call), name=name, daemon=True).start()
     return future
+
+
+def settle(future: Future[_T], call: Callable[[], _T]) -> None:
+    """Set ``future`` to what ``call`` returns or raises."""
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)

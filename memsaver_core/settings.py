@@ -50,7 +50,6 @@ class EnvironmentSettings(BaseSettings):
 
     @classmethod
     def variables(cls) -> list[str]:
-        """Return the variables that are read."""
         return [PREFIX + name.upper() for name in cls.model_fields]
 
 

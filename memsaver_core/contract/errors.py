@@ -58,7 +58,6 @@ class UnknownTagError(MemsaverError, LookupError, kind="unknown_tag", status=400
 
     @classmethod
     def of(cls, unknown: list[str], known: list[str]) -> UnknownTagError:
-        """Return the error with its message."""
         return cls(
             f"unknown tag{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}; "
             f"the tags that exist are {', '.join(map(repr, known)) or 'none'}",

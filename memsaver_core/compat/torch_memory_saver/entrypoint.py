@@ -221,7 +221,6 @@ class MemPools:
         return default
 
     def clear(self) -> None:
-        """Drop all."""
         process.backend().forget_pools()
 
 

@@ -54,10 +54,8 @@ _OFF = ("NCCL_GRAPH_REGISTER", "NCCL_NVLS_ENABLE", "TORCH_NCCL_ASYNC_ERROR_HANDL
 _UNANSWERED = ("compute", "repair")
 
 
-class RanksFailedError(MemsaverError):
+class RanksFailedError(MemsaverError, kind="ranks_failed"):
     """A rank's process has ended or hangs, or a step failed on a rank. The engine has to be restarted."""
-
-    kind = "ranks_failed"
 
 
 class RankGroup:

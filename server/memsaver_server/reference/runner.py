@@ -31,35 +31,19 @@ Row = tuple[int, int, list[int]]
 
 @dataclass
 class Options:
-    """What an engine serves, and how.
+    """What an engine serves, and how. Raises ValueError if an option is invalid; it says which, and what is valid."""
 
-    Attributes:
-        model: a checkpoint folder (config.json and safetensors); None: a small built-in Qwen2.
-        random_weights: a config.json to serve with random weights, instead of ``model``.
-        device: rank 0's; on CUDA the ranks have consecutive devices, on the host all have the same. None: the first one
-            of memsaver's driver.
-        dtype: of weights and KV cache; None: the checkpoint's.
-        kv_cache_bytes: of each rank; None: 1 GiB on a GPU, 64 MiB on the host.
-        max_len: tokens of prompt and output together, per request; None: 2048 on a GPU, 512 on the host.
-        batch_sizes: numbers of requests that are computed at once; other numbers are padded to the next of these.
-        enforce_eager: run without CUDA graphs.
-        seed: of the random weights.
-        tensor_parallel: the number of ranks among which the model is divided.
-
-    Raises:
-        ValueError: an option is invalid; the message says which, and what is valid.
-    """
-
-    model: str | Path | None = None
-    random_weights: str | Path | None = None
+    model: str | Path | None = None  # a checkpoint folder (config.json, safetensors); None: a small built-in Qwen2
+    random_weights: str | Path | None = None  # a config.json to serve with random weights, instead of ``model``
+    #: Rank 0's; on CUDA the ranks have consecutive ones, on the host all the same. None: memsaver's first one.
     device: torch.device | str | None = None
-    dtype: torch.dtype | None = None
-    kv_cache_bytes: int | None = None
-    max_len: int | None = None
-    batch_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
-    enforce_eager: bool = False
-    seed: int = 0
-    tensor_parallel: int = 1
+    dtype: torch.dtype | None = None  # of weights and KV cache; None: the checkpoint's
+    kv_cache_bytes: int | None = None  # of each rank; None: 1 GiB on a GPU, 64 MiB on the host
+    max_len: int | None = None  # tokens of prompt and output, per request; None: 2048 on a GPU, 512 on the host
+    batch_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)  # requests computed at once; padded to the next of these
+    enforce_eager: bool = False  # run without CUDA graphs
+    seed: int = 0  # of the random weights
+    tensor_parallel: int = 1  # ranks among which the model is divided
 
     def __post_init__(self) -> None:
         if self.model is not None and self.random_weights is not None:

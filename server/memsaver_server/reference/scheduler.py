@@ -17,6 +17,7 @@ import torch
 from memsaver_core import MemsaverError, hibernation
 from memsaver_core.contract.errors import AdmissionClosedError, DrainTimeoutError
 from memsaver_core.contract.requests import DrainMode
+from memsaver_core.rendezvous import settle
 from memsaver_server.engine import DRAIN_POLL_S, check_drain_mode, never
 from memsaver_server.reference.requests import Request
 from memsaver_server.reference.runner import ModelRunner
@@ -29,11 +30,8 @@ _Result = TypeVar("_Result")
 _LAST_STEP_S = 30.0
 
 
-class EngineDeadError(MemsaverError):
+class EngineDeadError(MemsaverError, kind="engine_dead", status=503):
     """The engine can compute nothing more. Nothing was computed."""
-
-    kind = "engine_dead"
-    status = 503
 
 
 class SlotTable:
@@ -266,10 +264,7 @@ class Scheduler:
                     return self._failure
                 work, future = self._calls.popleft() if self._calls else (partial(self._compute, chosen), Future())
                 self._busy = True
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
+            settle(future, work)
             with self._changed:
                 self._busy = False
                 self._sweep()

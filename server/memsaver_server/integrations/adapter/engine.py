@@ -32,6 +32,7 @@ from memsaver_core.contract.requests import MemoryRequest, Release, Resume, Tagg
 from memsaver_core.ranks.connection import Listener, SocketChannel, serve
 from memsaver_core.ranks.protocol import Introduce, Plain, Request
 from memsaver_core.ranks.rank import Rank, Result
+from memsaver_core.rendezvous import settle
 from memsaver_server.engine import LOCAL_MEMORY, Engine, Memory, never
 from memsaver_server.integrations.adapter.calls import is_done
 from memsaver_server.ranks import RankMemory
@@ -243,17 +244,12 @@ class EventLoop:
         return process([each for each in received if not isinstance(each, Command)])
 
     def _carry_out(self, command: Command) -> None:
+        call = partial(getattr(self.scheduler, command.name), *command.arguments) if command.name else lambda: None
         if not command.number:
-            getattr(self.scheduler, command.name)(*command.arguments)
+            call()
             return
         self._done = command.number
-        result = self._results.setdefault(command.number, Future())
-        try:
-            if command.name:
-                getattr(self.scheduler, command.name)(*command.arguments)
-            result.set_result(None)
-        except Exception as error:
-            result.set_exception(error)
+        settle(self._results.setdefault(command.number, Future()), call)
         self._results.pop(command.number - RESULTS, None)
 
 
@@ -347,12 +343,8 @@ class LeadingLoop(EventLoop):
         refused here, before they reach the other ranks."""
         while self._pending:
             future, work = self._pending.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                settle(future, work)
         outgoing = [self._outgoing.popleft() for _ in range(len(self._outgoing))]
         return [*outgoing, *self.take(received)]
 

@@ -91,11 +91,9 @@ QUESTION = "memsaver"
 ASK_S = 1.0
 
 
-class SchedulerCallError(MemsaverError):
+class SchedulerCallError(MemsaverError, kind="scheduler_call"):
     """The call failed in the scheduler, with ``answer``: the status, a space, and the message. SGLang's server answers
     with ``status_code``."""
-
-    kind = "scheduler_call"
 
     def __init__(self, answer: str) -> None:
         status, _, message = answer.partition(" ")
