@@ -60,28 +60,20 @@ def release(
     hibernate: bool = False,
     log: PhaseLog | None = None,
 ) -> OperationReport:
-    """Give the memory of ``tags`` back to the driver; content is kept as the policies say, addresses stay.
+    """Give the memory of ``tags`` (None or empty: all) back to the driver, and torch's caches, too. Content is kept as
+    the policies say (``restore``: others by tag, for this release alone); addresses stay. Nothing may use the memory
+    from this call until it is resumed. A tag that is released already is success.
 
-    Nothing may use the memory from this call until it is resumed. A tag that is released already is success. torch's
-    caches go back, too: ``torch.cuda.empty_cache()`` and ``torch.cuda.ipc_collect()``.
+    ``trim`` also gives back what libraries keep for speed, by default only with ``hibernate``: cuBLAS workspaces
+    (unless a CUDA graph is alive that may use them), the driver's cache for graphs, torch's cache of pinned host
+    memory. Unused CUDA modules stay: only their loader can unload them. ``hibernate`` gives back the CUDA context at
+    the end; every CUDA call of this process then blocks until the resume. The report covers all phases of ``log``, if
+    one is given.
 
-    Args:
-        tags: which; None or empty for all.
-        restore: another policy for this release alone, by tag.
-        trim: also give back what libraries keep for speed: cuBLAS workspaces (unless a CUDA graph is alive that may use
-            them), the driver's cache for graphs, torch's cache of pinned host memory, each in a separate phase.
-            By default only with ``hibernate``. Unused CUDA modules stay: only their loader can unload them.
-        hibernate: at the end, give back the CUDA context itself; every CUDA call of this process then blocks until the
-            resume.
-        log: a log to append the phases to; the report then covers all that it holds.
-
-    Raises:
-        UnknownTagError: before anything was done.
-        UnsupportedError: this process cannot be hibernated; before anything was done.
-        ContextLostError: this process was hibernated and can never be woken again.
-        OutOfHostMemoryError, DiskFullError: the backups would not fit; nothing was unmapped.
-        MemsaverError: a driver call failed. All is resident again; if content that is not kept was gone already, or the
-            undo failed as well, what was released is kept, and both a repeat and a resume work.
+    Raises UnknownTagError, UnsupportedError (this process cannot be hibernated) or ContextLostError (it can never be
+    woken again) before anything is done. Raises OutOfHostMemoryError or DiskFullError if the backups would not fit:
+    nothing was unmapped. Raises MemsaverError if a driver call failed: all is resident again. If content that is not
+    kept was gone already, or the undo failed as well, what was released stays so, and both a repeat and a resume work.
     """
     policies = {tag: parse_policy(policy) for tag, policy in (restore or {}).items()}
     return release_with(MemoryRequest(tags=_named(tags), restore=policies, trim=trim, hibernate=hibernate), log=log)
@@ -135,21 +127,14 @@ def release_with(request: MemoryRequest, *, log: PhaseLog | None = None) -> Oper
 
 
 def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) -> OperationReport:
-    """Bring back what is released under ``tags``, at the same addresses, with the content that the policies promise.
+    """Bring back what is released under ``tags`` (None or empty: all), at the same addresses, with the content that the
+    policies promise: all or nothing. A tag that is resident already is success. A hibernated process wakes first,
+    whatever the tags. The report covers all phases of ``log``, if one is given.
 
-    All or nothing. A hibernated process wakes first, whatever the tags.
-
-    Args:
-        tags: which; None or empty for all. A tag that is resident already is success.
-        log: a log to append the phases to.
-
-    Raises:
-        UnknownTagError: before anything was done.
-        OutOfDeviceMemoryError: the device has too little free memory; everything is as before and the call can be
-            repeated.
-        BackupError: content differs from what was kept; everything is as before.
-        ContextLostError: this process was hibernated and can never be woken again.
-        MemsaverError: a driver call failed; everything is as before.
+    Raises UnknownTagError before anything is done, ContextLostError if this process can never be woken again. Raises
+    OutOfDeviceMemoryError if the device has too little free memory: repeat the call when it has more. Raises
+    BackupError if content differs from what was kept, MemsaverError if a driver call failed. Everything is as before
+    then.
     """
     return resume_with(Tagged(tags=_named(tags)), log=log)
 
