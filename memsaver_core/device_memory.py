@@ -13,11 +13,9 @@ _last: dict[int, DeviceMemory] = {}  # by device
 
 
 def read_devices() -> tuple[DeviceMemory, ...]:
-    """Read every device on which this process has used memsaver (the first one if it has used none yet).
-
-    On CUDA the figures are NVML's, or the CUDA driver's if NVML is unavailable. On the host driver, ``used_bytes`` is
-    the host device's count over all processes that share it, and ``process_bytes`` the resident memory of this process.
-    """
+    """Read every device on which this process has used memsaver (the first one if it has used none yet). On CUDA the
+    figures are NVML's, or the driver's if NVML is unavailable. On the host driver, ``used_bytes`` counts all processes
+    that share the device, and ``process_bytes`` is the resident memory of this one."""
     if not process.enabled():
         return ()
     saver, backend = process.saver(), process.backend()
@@ -36,12 +34,8 @@ def _read(saver: _native.Saver, backend: Backend, index: int) -> DeviceMemory:
 
 
 def read_again(last: DeviceMemory, pids: Collection[int]) -> DeviceMemory:
-    """Read a device of these or other processes again.
-
-    Args:
-        last: an earlier figure from one of those processes; returned as it is if NVML is unavailable.
-        pids: the processes whose memory is ``process_bytes``.
-    """
+    """Read a device again; return ``last``, an earlier figure, if NVML is unavailable. ``process_bytes`` is the memory
+    of the processes ``pids``, of which one may be this."""
     with hibernation.device_lock:
         away = hibernation.is_away()
         figures = None if away else nvml.read_memory(last.uuid, pids)
@@ -61,12 +55,9 @@ def read_communicators() -> tuple[CommunicatorStatus, ...]:
 
 
 def graph_memory_bytes(index: int) -> int:
-    """Return what captured graphs hold of a device beside the memory of their tensors.
-
-    That is the growth of this process's device memory during each capture by ``memsaver_core.graph`` (0 if NVML does
-    not count by process), and what the driver holds for allocations inside of graphs; the latter counts as 0 while
-    hibernated. Graphs captured otherwise are not counted.
-    """
+    """Return what captured graphs hold of a device beside the memory of their tensors. Counted are by how much each
+    capture by ``memsaver_core.graph`` grew this process (0 if NVML does not count by process), and what the driver
+    holds for allocations inside of graphs (0 while hibernated). Graphs captured otherwise are not counted."""
     saver, backend = process.existing_saver(), process.backend()
     pool = 0
     if saver is not None and backend.has_context:

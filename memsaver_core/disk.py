@@ -40,13 +40,8 @@ def full(needed: int, free: int) -> DiskFullError:
 
 
 def hold(size: int) -> None:
-    """Hold disk space, so that no other process takes it before ``drop``, which the next release calls as well.
-
-    Where the file system cannot hold space, this does nothing.
-
-    Raises:
-        DiskFullError: there is not so much; nothing is held.
-    """
+    """Hold disk space, so that no other process takes it before ``drop``, which the next release calls as well; do
+    nothing where the file system cannot hold space. Raises DiskFullError if there is not so much: nothing is held."""
     global _held
     drop()
     if size == 0:

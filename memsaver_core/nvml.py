@@ -11,12 +11,8 @@ _handles: dict[str, Any] = {}  # by uuid
 
 
 def read_memory(uuid: str, pids: Collection[int]) -> tuple[int, int, int | None] | None:
-    """Read the memory of the device ``uuid``.
-
-    Returns:
-        Bytes in total, in use by all processes, and in use by ``pids`` (None if NVML does not say). None as a whole if
-        NVML is unavailable.
-    """
+    """Return the bytes of the device ``uuid`` in total, in use by all processes, and in use by ``pids`` (None if NVML
+    does not say); None as a whole if NVML is unavailable."""
     # Version 2 counts what the driver reserves for itself apart from what is used, as nvidia-smi does.
     memory = _ask(uuid, lambda nvml, handle: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2))
     if memory is None:

@@ -1,8 +1,6 @@
-"""Buffers that the ranks of a group read from each other: one of each rank, mapped by all of them.
-
-Takes the place of CUDA IPC in an engine's own all-reduce: these buffers can be released and come back at the same
-addresses, and a process that has dropped them can be checkpointed.
-"""
+"""Buffers that the ranks of a group read from each other: one of each rank, mapped by all of them. They replace CUDA
+IPC in an engine's own all-reduce: they can be released, and come back at the same addresses, and a process that has
+dropped them can be checkpointed."""
 
 from __future__ import annotations
 
@@ -26,11 +24,8 @@ class PeerSockets:
     """A connection to each other rank of a group, for file descriptors. All ranks make it at the same time."""
 
     def __init__(self, rank: int, gather: Gather) -> None:
-        """Connect to the other ranks, which run on this host under the same user.
-
-        Raises:
-            MemsaverError: a rank did not connect within ``TIMEOUT_S``.
-        """
+        """Connect to the other ranks, which run on this host under the same user. Raises MemsaverError if one did not
+        connect within ``TIMEOUT_S``."""
         self.rank = rank
         listener = Listener(first=rank + 1)
         try:
@@ -52,11 +47,8 @@ class PeerSockets:
         return len(self._peers) + 1
 
     def exchange(self, descriptor: int) -> Mapping[int, int]:
-        """Send a file descriptor to each other rank; return theirs by rank, which the caller closes.
-
-        Raises:
-            MemsaverError: a rank did not send its own within ``TIMEOUT_S``; names it. No later exchange succeeds.
-        """
+        """Send a file descriptor to each other rank; return theirs by rank, which the caller closes. Raises
+        MemsaverError, with the rank, if one did not send its own within ``TIMEOUT_S``: no later exchange succeeds."""
         received: dict[int, int] = {}
         asked = self.rank
         try:
@@ -76,20 +68,12 @@ class PeerSockets:
 
 
 class PeerBuffers:
-    """A buffer of this rank, and the buffers of the other ranks of its group.
-
-    Attributes:
-        sockets: its connections to the other ranks.
-        device_index: torch's index of the device.
-        suspended: whether the memory is given back.
-    """
+    """A buffer of this rank, on torch's device ``device_index``, and the buffers of the other ranks of its group, which
+    ``sockets`` reach. ``suspended``: the memory is given back."""
 
     def __init__(self, nbytes: int, device_index: int, sockets: PeerSockets) -> None:
         """Make a buffer of zeros and map those of the others. All ranks do so at the same time, in the same order.
-
-        Raises:
-            MemsaverError: as ``SharedBuffer``, ``ImportedBuffer`` and ``PeerSockets.exchange`` do.
-        """
+        Raises MemsaverError as ``SharedBuffer``, ``ImportedBuffer`` and ``PeerSockets.exchange``."""
         self.sockets = sockets
         self.device_index = device_index
         self.suspended = False

@@ -33,33 +33,20 @@ def deltas(before: tuple[DeviceMemory, ...] | None, after: tuple[DeviceMemory, .
 
 
 class PhaseLog:
-    """Collects phases in the order in which they run.
-
-    If the devices cannot be read, the operation goes on and its phases have no device figures.
-
-    Args:
-        read: reads the devices.
-    """
+    """Collects phases in the order in which they run, with the devices that ``read`` returns before and after each. If
+    they cannot be read, the operation goes on and its phases have no device figures."""
 
     def __init__(self, read: Callable[[], tuple[DeviceMemory, ...]]) -> None:
         self._read = read
-        self._phases: list[PhaseReport] = []
-        self._starts: list[float] = []
+        #: The phases that have ended, failed ones included.
+        self.phases: tuple[PhaseReport, ...] = ()
+        #: When each phase began, in seconds since the epoch; the last entry may be of a phase that still runs.
+        self.starts: tuple[float, ...] = ()
         self._current: Callable[[], str] = lambda: ""
         #: The last phase, if an error ended it, here or in another process.
         self.failed = ""
         self._started = time.monotonic()
         self._first = self.read()
-
-    @property
-    def phases(self) -> tuple[PhaseReport, ...]:
-        """The phases that have ended, failed ones included."""
-        return tuple(self._phases)
-
-    @property
-    def starts(self) -> tuple[float, ...]:
-        """When each phase began, in seconds since the epoch; the last entry may be of a phase that still runs."""
-        return tuple(self._starts)
 
     @property
     def now(self) -> str:
@@ -109,22 +96,22 @@ class PhaseLog:
             finally:
                 seconds = time.monotonic() - start
                 devices = deltas(before, self.read())
-                self._phases.append(PhaseReport(name=phase.value, seconds=seconds, devices=devices, details=details))
+                self.phases += (PhaseReport(name=phase.value, seconds=seconds, devices=devices, details=details),)
 
     def add(self, phases: Sequence[PhaseReport]) -> None:
         """Append phases that ran in other processes, one after the other until now."""
         began = time.time() - sum(phase.seconds for phase in phases)
-        del self._starts[len(self._phases) :]
+        self.starts = self.starts[: len(self.phases)]
         for phase in phases:
-            self._starts.append(began)
-            self._phases.append(phase)
+            self.starts += (began,)
+            self.phases += (phase,)
             began += phase.seconds
 
     @contextmanager
     def running(self, current: Callable[[], str]) -> Iterator[None]:
         """Note that what runs inside is the phase that ``current`` returns; its report is added apart, by ``add``."""
-        del self._starts[len(self._phases) :]  # of a phase that could not be recorded
-        self._starts.append(time.time())
+        # Without that of a phase that could not be recorded.
+        self.starts = (*self.starts[: len(self.phases)], time.time())
         self._current, self.failed = current, ""
         try:
             yield

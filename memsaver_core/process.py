@@ -25,11 +25,8 @@ _pid: int | None = None
 
 
 def settings() -> CoreSettings:
-    """Return the settings in force: what ``configure`` was given, on top of the environment.
-
-    Raises:
-        ConfigurationError: an environment variable has a value that cannot be used.
-    """
+    """Return the settings in force: what ``configure`` was given, on top of the environment. Raises ConfigurationError
+    if an environment variable has a value that cannot be used."""
     global _settings
     if _settings is None:
         _settings = CoreSettings()
@@ -40,11 +37,8 @@ core_settings = settings
 
 
 def configure(**values: Any) -> None:
-    """Set settings (the fields of ``CoreSettings``) for this process, before the first use.
-
-    Raises:
-        ConfigurationError: a value cannot be used, or the saver exists already.
-    """
+    """Set settings (the fields of ``CoreSettings``) for this process, before the first use. Raises ConfigurationError
+    if a value cannot be used, or the saver exists already."""
     global _settings
     with _lock:
         if _saver is not None:
@@ -84,12 +78,8 @@ def existing_saver() -> _native.Saver | None:
 
 
 def saver() -> _native.Saver:
-    """Return the saver; makes it at the first call.
-
-    Raises:
-        ConfigurationError: the driver that the settings name cannot be used here.
-        ForkedProcessError: this process was forked from one that uses memsaver.
-    """
+    """Return the saver; makes it at the first call. Raises ConfigurationError if the driver that the settings name
+    cannot be used here, ForkedProcessError if this process was forked from one that uses memsaver."""
     with _lock:
         if _saver is None:
             _make_saver()

@@ -27,21 +27,21 @@ from memsaver_core.phases import PhaseLog, deltas
 
 _T = TypeVar("_T")
 
+#: Returns the host memory that this process may still take: what the kernel has available, within the cgroup.
+available_host_bytes = _native.available_memory_bytes
+
 #: Bound on the wait for the device's own count to fall. With the drivers that were measured it falls at once.
 SETTLE_TIMEOUT_SECONDS = 0.25
 
 #: Device memory that a first operation may take for itself: streams, a kernel's module, and a share of what it backs
-#: up, as the page tables of newly pinned memory take 8 bytes on the device for each 4 KiB.
+#: up. The page tables of newly pinned memory take 8 bytes on the device for each 4 KiB.
 SETTLE_SLACK_BYTES = 16 << 20
 SETTLE_SLACK_SHARE = 256
 
 
 def check_tags(tags: Iterable[str] | None) -> list[str]:
-    """Return ``tags`` without repeats; None and an empty list mean all, and give an empty list.
-
-    Raises:
-        UnknownTagError: a tag is neither well known nor used by any region.
-    """
+    """Return ``tags`` without repeats; an empty list means all, as does None. Raises UnknownTagError if one is neither
+    well known nor used by any region."""
     names = list(dict.fromkeys(tags or ()))
     saver = process.existing_saver()
     known = saver.known_tags() if saver is not None else []
@@ -188,13 +188,8 @@ def resume_with(request: Tagged, *, log: PhaseLog | None = None) -> OperationRep
 
 def reserve_with(request: Tagged) -> None:
     """Take the device memory that ``resume_with(request)`` needs, and hold it without an address until the next resume,
-    which then cannot run out of it, or ``give_back_reserved``. Does nothing while the process is hibernated.
-
-    Raises:
-        UnknownTagError: before anything was done.
-        OutOfDeviceMemoryError: the device has too little free memory; nothing is held.
-        ContextLostError, MemsaverError: as ``resume``; nothing is held.
-    """
+    which then cannot run out of it, or ``give_back_reserved``. Does nothing while the process is hibernated. Raises as
+    ``resume``; nothing is held then."""
     names = check_tags(request.tags)
     hibernation.raise_if_lost()
     if not process.enabled() or hibernation.is_hibernated():
@@ -203,10 +198,8 @@ def reserve_with(request: Tagged) -> None:
 
 
 def give_back_reserved() -> None:
-    """Give back the memory that ``reserve_with`` holds, if any, and disk space that is held for a release.
-
-    What the driver refuses is tried again later.
-    """
+    """Give back the memory that ``reserve_with`` holds and the disk space that is held for a release. What the driver
+    refuses is tried again later."""
     disk.drop()
     saver = process.existing_saver()
     if saver is not None:
@@ -214,28 +207,15 @@ def give_back_reserved() -> None:
 
 
 def prepare_backup(*, wait: bool = False) -> None:
-    """Pin the host memory that a release of everything needs, in the background, so that the first release is fast.
-
-    Also compiles kernels that this user's cache lacks, in a quarter of a second each. Without that the first release
-    packs nothing, and has them compiled in the background.
-
-    Args:
-        wait: return only when it is done.
-
-    Raises:
-        OutOfHostMemoryError: host memory is short; only with ``wait``. Otherwise the release raises it.
-    """
+    """Pin the host memory that a release of everything needs, in the background, and compile kernels that this user's
+    cache lacks, in a quarter of a second each. With ``wait``, return when it is done. Without this the first release is
+    slower and packs nothing. Raises OutOfHostMemoryError, only with ``wait``, if host memory is short."""
     if not process.enabled():
         return
     saver = process.saver()
     saver.prepare_backup()
     if wait:
         saver.wait_until_prepared()
-
-
-def available_host_bytes() -> int:
-    """Return the host memory that this process may still take: what the kernel has available, within the cgroup."""
-    return _native.available_memory_bytes()
 
 
 def status() -> Status:
@@ -298,10 +278,8 @@ def _tags_now(saver: _native.Saver, names: list[str]) -> list[dict[str, Any]]:
 
 
 def _settle(log: PhaseLog, before: tuple[DeviceMemory, ...] | None, released_bytes: int) -> None:
-    """Wait until the devices' own counts have fallen by what was released, at most SETTLE_TIMEOUT_SECONDS.
-
-    They may never fall: a co-tenant may take the memory at the same moment.
-    """
+    """Wait until the devices' own counts have fallen by what was released, at most SETTLE_TIMEOUT_SECONDS. They may
+    never fall: a co-tenant may take the memory at the same moment."""
     deadline = time.monotonic() + SETTLE_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         now = log.read()

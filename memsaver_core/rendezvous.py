@@ -19,12 +19,8 @@ _T = TypeVar("_T")
 
 
 class Listener:
-    """Takes the connections of ranks ``first`` to ``ranks - 1``, at a socket that only this user can reach.
-
-    Attributes:
-        path: of the socket, to be given to the ranks.
-        ranks: may be set until ``accept``.
-    """
+    """Takes the connections of ranks ``first`` to ``ranks - 1``, at a socket that only this user can reach. Its
+    ``path`` is to be given to the ranks; ``ranks`` may be set until ``accept``."""
 
     def __init__(self, ranks: int = 0, first: int = 1) -> None:
         self.ranks = ranks
@@ -37,11 +33,8 @@ class Listener:
         self._socket.listen()
 
     def accept(self, timeout_s: float) -> list[socket.socket]:
-        """Return the connections in the order of the ranks, once all are there; removes the socket.
-
-        Raises:
-            MemsaverError: some rank did not connect in time.
-        """
+        """Return the connections in the order of the ranks, once all are there; removes the socket. Raises
+        MemsaverError if some rank did not connect in time."""
         deadline = time.monotonic() + timeout_s
         connections: dict[int, socket.socket] = {}
         expected = range(self._first, self.ranks)
@@ -69,17 +62,12 @@ class Listener:
         return [connections[rank] for rank in expected]
 
     def close(self) -> None:
-        """Remove the socket."""
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def connect(path: str, rank: int) -> socket.socket:
-    """Return a connection of ``rank`` to the ``Listener`` at ``path``.
-
-    Raises:
-        OSError: it cannot be reached.
-    """
+    """Return a connection of ``rank`` to the ``Listener`` at ``path``; raise OSError if it cannot be reached."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(path)
@@ -93,12 +81,13 @@ def connect(path: str, rank: int) -> socket.socket:
 def started(call: Callable[[], _T], name: str = "memsaver-ranks") -> Future[_T]:
     """Run ``call`` in a new thread; one that hangs does not keep the process from ending."""
     future: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=settle, args=(future, call), name=name, daemon=True).start()
     return future
+
+
+def settle(future: Future[_T], call: Callable[[], _T]) -> None:
+    """Set ``future`` to what ``call`` returns or raises."""
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)

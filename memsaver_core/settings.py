@@ -40,11 +40,8 @@ class EnvironmentSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True, hide_input_in_errors=True)
 
     def __init__(self, **values: Any) -> None:
-        """Take ``values``; read what is not among them from the environment.
-
-        Raises:
-            ConfigurationError: one cannot be used; the message names it and what it must be, but shows no secret.
-        """
+        """Take ``values``; read what is not among them from the environment. Raises ConfigurationError if one cannot be
+        used; the message names it and what it must be, but shows no secret."""
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -53,7 +50,6 @@ class EnvironmentSettings(BaseSettings):
 
     @classmethod
     def variables(cls) -> list[str]:
-        """Return the variables that are read."""
         return [PREFIX + name.upper() for name in cls.model_fields]
 
 

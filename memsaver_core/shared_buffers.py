@@ -1,11 +1,9 @@
 """Device memory that the processes of one engine share, and that can go away and come back at the same addresses.
 
-CUDA IPC handles are of memory that cannot be released, and a process that has used one cannot be checkpointed. These
-buffers are virtual memory instead: a process makes one and hands a file descriptor of it to the others, for example by
-``socket.send_fds``; each maps it at its own address, which never changes.
-
-Before a hibernation every process drops what it imported, then each owner releases its buffers. Afterwards each owner
-restores and exports anew, then the others map again.
+Memory of CUDA IPC handles cannot be released, and a process that has used one cannot be checkpointed. These buffers are
+virtual memory: a process makes one and hands a file descriptor of it to the others, for example by ``socket.send_fds``;
+each maps it at its own address, which never changes. Before a hibernation every process drops what it imported, then
+each owner releases its buffers; afterwards each owner restores and exports anew, then the others map again.
 """
 
 from __future__ import annotations
@@ -18,14 +16,12 @@ _imported: weakref.WeakSet[ImportedBuffer] = weakref.WeakSet()
 
 
 class SharedBuffer(_native.SharedBuffer):
-    """A buffer of this process, for other processes to map.
+    """A buffer of this process, for other processes to map: ``address`` is its device address here, which never
+    changes, ``nbytes`` the size that importers name. Any method may raise DriverError, ContextLostError or
+    ForkedProcessError; the buffer is then as it was, and the call can be repeated.
 
-    ``address`` is its device address in this process, which never changes, ``nbytes`` the size that importers name.
-    Every method may raise DriverError, ContextLostError or ForkedProcessError; the buffer is then as it was, and the
-    call can be repeated:
-
-    ``export_fd()`` returns a new descriptor of the memory, for :class:`ImportedBuffer` in another process; the caller
-    closes it. Raises ConfigurationError while the buffer is released.
+    ``export_fd()`` returns a new descriptor of the memory, for ``ImportedBuffer`` in another process; the caller closes
+    it. Raises ConfigurationError while the buffer is released.
 
     ``release()`` copies the content to host memory and gives the device memory back; does nothing while released. The
     device gets it once no other process maps it and no exported descriptor is open. Raises OutOfHostMemoryError if
@@ -36,25 +32,16 @@ class SharedBuffer(_native.SharedBuffer):
     """
 
     def __init__(self, device_index: int, nbytes: int) -> None:
-        """Allocate zeros on a device.
-
-        Args:
-            device_index: torch's index of the device.
-            nbytes: size in bytes; rounded up to what the device maps at once (2 MiB on NVIDIA GPUs).
-
-        Raises:
-            ConfigurationError: there is no such device.
-            OutOfDeviceMemoryError: the device has too little free memory.
-        """
+        """Allocate zeros on torch's device ``device_index``: ``nbytes``, rounded up to what the device maps at once (2
+        MiB on NVIDIA GPUs). Raises ConfigurationError if there is no such device, OutOfDeviceMemoryError if it has too
+        little free memory."""
         super().__init__(process.saver(), device_index, nbytes)
 
 
 class ImportedBuffer(_native.ImportedBuffer):
-    """A :class:`SharedBuffer` of another process, at an address of this process.
-
-    ``address`` is its device address in this process, which never changes; nothing may use it unless ``mapped``.
-    ``nbytes`` is the size. Every method may raise DriverError, ContextLostError or ForkedProcessError; the call can be
-    repeated:
+    """A ``SharedBuffer`` of another process. ``address`` is its device address in this process, which never changes;
+    nothing may use it unless ``mapped``. ``nbytes`` is the size. Any method may raise DriverError, ContextLostError or
+    ForkedProcessError; the call can be repeated.
 
     ``drop()`` unmaps the memory and drops it; does nothing while dropped.
 
@@ -63,16 +50,10 @@ class ImportedBuffer(_native.ImportedBuffer):
     """
 
     def __init__(self, fd: int, nbytes: int, device_index: int) -> None:
-        """Map the memory of a descriptor for a device of this process.
-
-        Args:
-            fd: a descriptor that ``SharedBuffer.export_fd`` returned; remains the caller's, who may close it now.
-            nbytes: ``SharedBuffer.nbytes``.
-            device_index: torch's index of the device that uses the memory, which may lie on another one.
-
-        Raises:
-            ConfigurationError: there is no such device, or the descriptor is of another size.
-        """
+        """Map the memory of ``fd``, a descriptor of ``SharedBuffer.export_fd`` that remains the caller's, who may close
+        it now. ``nbytes`` is the ``SharedBuffer``'s; ``device_index`` is torch's of the device that uses the memory,
+        which may lie on another one. Raises ConfigurationError if there is no such device, or the descriptor is of
+        another size."""
         super().__init__(process.saver(), fd, nbytes, device_index)
         _imported.add(self)
 

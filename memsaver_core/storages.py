@@ -9,10 +9,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def is_plain(tensor: object) -> bool:
-    """Return whether this is an ordinary strided tensor, which ``adopt`` can move.
-
-    Not a fake, sparse, meta or wrapper tensor, and not a lazy conjugate or negative, whose bit a move would lose.
-    """
+    """Return whether this is an ordinary strided tensor, which ``adopt`` can move. Not a fake, sparse, meta or wrapper
+    tensor, and not a lazy conjugate or negative, whose bit a move would lose."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and tensor.layout is torch.strided  # type: ignore[attr-defined]
@@ -24,10 +22,8 @@ def is_plain(tensor: object) -> bool:
 
 
 def rebase(tensors: Iterable[torch.Tensor], storages: dict[int, torch.UntypedStorage]) -> None:
-    """Put each tensor on the storage that ``storages`` maps its present one to (keyed by ``_cdata``), if any.
-
-    Offsets, sizes and strides stay, and tensors that shared a storage still do.
-    """
+    """Put each tensor on the storage that ``storages`` maps its present one to (keyed by ``_cdata``), if any. Offsets,
+    sizes and strides stay, and tensors that shared a storage still do."""
     with _disable_current_modes(), torch.no_grad():
         for tensor in tensors:
             if (storage := storages.get(tensor.untyped_storage()._cdata)) is None:

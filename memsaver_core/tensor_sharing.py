@@ -1,11 +1,8 @@
 """Refuse to share tensors of regions with other processes.
 
-CUDA has no IPC handle for memory that can be released, and a process that had it open would keep it from the driver;
-torch itself only says "invalid argument". On the host driver, torch would silently move the tensor to shared memory,
-out of its region and to another address.
-
-torch has no hook for this. Queues, pipes, ``share_memory_()`` and engines that call torch's reductions all reach three
-methods of ``torch.UntypedStorage``. So these are wrapped once a saver exists; for other memory they do what they did.
+CUDA has no IPC handle for memory that can be released; torch itself only says "invalid argument". On the host driver
+torch would silently move the tensor to shared memory, out of its region and to another address. torch has no hook for
+this, but all ways to share reach three methods of ``torch.UntypedStorage``: these are wrapped once a saver exists.
 """
 
 from __future__ import annotations

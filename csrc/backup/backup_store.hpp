@@ -1,17 +1,5 @@
 #pragma once
 
-#include <unistd.h>
-
-#include <algorithm>
-#include <cstddef>
-#include <functional>
-#include <map>
-#include <memory>
-#include <set>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "backup/block.hpp"
 #include "backup/file_store.hpp"
 #include "backup/host_pool.hpp"
@@ -45,8 +33,7 @@ struct BackupSettings {
 };
 
 // Owns what content is kept in, and decides until when: pinned host memory for each NUMA node, the backup file, the
-// shared store, the pipeline of each device, and the thread that works in the background. Any thread may call any
-// function.
+// shared store, the pipelines of the devices, and a thread in the background. Any thread may call any function.
 class BackupStore {
  public:
   // `drop_resident` drops the backups of all resident memory; it is called with operation_mutex held. Throws
@@ -61,8 +48,8 @@ class BackupStore {
         progress_(progress),
         drop_resident_(std::move(drop_resident)),
         files_(settings_.file_folder) {}
-  // Waits for the thread in the background and gives everything back. In a forked child, which shares its parent's
-  // device memory and has none of its threads, it gives nothing back.
+  // Gives everything back, after the work in the background; nothing in a forked child, which shares its parent's
+  // device memory and has none of its threads.
   ~BackupStore() {
     if (getpid() != process_) {
       for (auto& [device, pipeline] : pipelines_) (void)pipeline.release();
@@ -74,8 +61,7 @@ class BackupStore {
     pipelines_.clear();  // they use the pools and the files
   }
 
-  // Held by the one user of the backups: a release, a resume, a reader, or the thread in the background. Taken before
-  // every other lock.
+  // Held by a release, a resume, a reader, or the thread in the background. Taken before every other lock.
   Mutex operation_mutex ACQUIRED_BEFORE(mutex_);
 
   // Adds a device, with the NUMA node next to it, and how many nodes all devices have, which share the limit of host
@@ -125,7 +111,7 @@ class BackupStore {
     return driver_.in_host_memory() ? VerifyChoice::sampled : VerifyChoice::full;
   }
 
-  // Drops what is kept of a block. Calls neither driver nor file system; flush() does the rest.
+  // Drops what is kept of a block, without a call of driver or file system: flush() does the rest.
   void give_back(Block& block, int device) EXCLUDES(mutex_) {
     if (!block.host.empty() || block.shared) give_host_memory(block, pool_of(device), shared_.get());
     files_.give(std::exchange(block.file, {}));
@@ -134,14 +120,12 @@ class BackupStore {
     block.damaged = false;
     block.packed_bytes = 0;
   }
-  // Gives to the file system, and to other processes of the shared store, what give_back() dropped. May wait for both:
-  // call it with no lock held but operation_mutex.
+  // Gives to the file system and the shared store what give_back() dropped. May wait: hold no lock but operation_mutex.
   void flush() {
     files_.punch_holes();
     if (shared_) shared_->apply_pending();
   }
-  // Compiles in the background, once, what packing needs on each device in use, so that later operations pack and
-  // unpack.
+  // Compiles in the background, once, what packing needs on each device in use.
   void prepare_packing_later() REQUIRES(operation_mutex) {
     if (!settings_.pack && !shared_) return;  // other processes of the store may pack
     {
@@ -163,8 +147,7 @@ class BackupStore {
     trim_wanted_ = true;
     work_later();
   }
-  // Does so if it is much: host memory is pinned for the content, and packed content needs less. Only once all content
-  // has its backup.
+  // Does so if it is much, as packed content needs less than was pinned. Only once all content has its backup.
   void trim_excess() REQUIRES(operation_mutex) {
     const HostPoolStatus pool = pool_status();
     const std::size_t unused = pool.capacity_bytes - pool.used_bytes;
@@ -213,8 +196,7 @@ class BackupStore {
     if (settings.host_backup_limit == 0) settings.host_backup_limit = available_memory_bytes() / 5 * 4;
     return settings;
   }
-  // Lets work() run in the background, once more if it is running.
-  // The work waits for the operation of this caller.
+  // Lets work() run after the operation of this caller, once more if it is running.
   void work_later() REQUIRES(operation_mutex) {
     if (background_.request()) return;
     warn("no thread can be started to unpin backup memory or to prepare packing; the next operation tries again");
@@ -229,7 +211,7 @@ class BackupStore {
           error.what());
     }
   }
-  // Holds operation_mutex, except while kernels are compiled and memory is given back, which may take long.
+  // Holds operation_mutex, except while kernels are compiled and memory is given back: that may take long.
   void do_wanted_work() EXCLUDES(operation_mutex, mutex_) {
     bool trim = false;
     std::vector<int> devices;

@@ -1,8 +1,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstddef>
-#include <cstdint>
 #include <optional>
 #include <vector>
 
@@ -12,8 +10,8 @@
 
 namespace memsaver {
 
-// The largest block, the unit of digest, backup and copy. A block never spans two allocations, so freeing one leaves no
-// partial backup. 32 MiB is the smallest copy that runs at the link's full speed.
+// The largest block, the unit of digest, backup and copy: 32 MiB is the smallest copy at the link's full speed. A block
+// never spans two allocations, so freeing one leaves no partial backup.
 inline constexpr std::size_t kBlockBytes = 32 * kSizeUnit;
 
 // A part of an allocation that holds content.
@@ -43,8 +41,8 @@ template <typename Range>
   return sum;
 }
 
-// Calls `visit(offset, memory, bytes)` for each run of content that is contiguous both in its allocation, at `offset`,
-// and in `ranges`, which hold the extents one after the other, at `memory`.
+// Calls `visit(offset, memory, bytes)` for each run of content that is contiguous in its allocation, at `offset`, and
+// in `ranges`, at `memory`. The ranges hold the extents one after the other.
 template <typename Visit>
 void for_each_piece(const std::vector<Extent>& extents, const std::vector<HostRange>& ranges, const Visit& visit) {
   auto range = ranges.begin();

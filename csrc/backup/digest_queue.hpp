@@ -1,10 +1,6 @@
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
 #include <deque>
-#include <utility>
-#include <vector>
 
 #include "backup/block.hpp"
 #include "driver/driver.hpp"
@@ -33,8 +29,8 @@ class DigestQueue {
   // Jobs that are digested at once.
   class Batch {
    public:
-    // Adds a job, unless the batch would have more than `bytes` or kSlotItems items then; a first job always fits.
-    // Returns whether it did.
+    // Adds a job, unless the batch would exceed `bytes` or kSlotItems items; the first always fits. Returns whether it
+    // did.
     [[nodiscard]] bool add(const DigestJob& job, std::size_t bytes) {
       const std::size_t all_bytes = bytes_ + sum_of(*job.extents);
       std::size_t items = items_;
@@ -82,8 +78,8 @@ class DigestQueue {
     idle_.pop_back();
     batches_.push_back(std::move(batch));
   }
-  // Waits for the oldest batch, removes it, and returns the digests of its jobs. Only while not empty(). Throws driver
-  // errors: the batch is removed.
+  // Removes the oldest batch, waits for it, and returns the digests of its jobs. Only while not empty(). Throws driver
+  // errors.
   [[nodiscard]] std::vector<Digest> collect() {
     const Submitted batch = std::move(batches_.front());
     batches_.pop_front();

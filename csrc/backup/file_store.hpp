@@ -1,22 +1,11 @@
 #pragma once
 
 #include <dirent.h>
-#include <fcntl.h>
 #include <linux/magic.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <sys/vfs.h>
-#include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
-#include <cerrno>
-#include <cstddef>
-#include <cstring>
 #include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "backup/block.hpp"
 #include "support/error.hpp"
@@ -33,9 +22,9 @@ namespace memsaver {
   return statfs(folder.c_str(), &about) == 0 && (about.f_type == TMPFS_MAGIC || about.f_type == RAMFS_MAGIC);
 }
 
-// Owns the backups on disk: one file, deleted while open, so that nothing is left however the process ends; readable by
-// its owner only. Unbuffered (O_DIRECT) if the file system supports it, so that backups do not displace the page cache.
-// Any thread may call any function.
+// Owns the backups on disk: one file, deleted while open, so that nothing is left however the process ends. Only its
+// owner can read it. Unbuffered (O_DIRECT) if the file system supports it, so that backups do not displace the page
+// cache. Any thread may call any function.
 class FileStore {
  public:
   // Uses `folder` when space is first requested.
@@ -75,8 +64,7 @@ class FileStore {
     given_back_.clear();
     return true;
   }
-  // Hands out a range of `bytes`, rounded up to pages. Throws as check(), without regard to the space: nothing is
-  // taken.
+  // Hands out a range of `bytes`, rounded up to pages, whether or not there is space. Throws as check().
   [[nodiscard]] FileRange take(std::size_t bytes) {
     bytes = to_pages(bytes);
     {
@@ -134,8 +122,8 @@ class FileStore {
  private:
   static constexpr char kPrefix[] = "memsaver-backup-";
 
-  // Deletes empty backup files of processes that were killed between the creation of a file and its deletion. A process
-  // that is between the two at this moment loses only the name.
+  // Deletes empty backup files of processes that were killed before they deleted theirs. One that is about to loses
+  // only the name.
   void remove_left_behind() const REQUIRES(file_mutex_) {
     const std::unique_ptr<DIR, int (*)(DIR*)> entries(opendir(folder_.c_str()), &closedir);
     if (entries == nullptr) return;

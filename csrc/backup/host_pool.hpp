@@ -1,20 +1,7 @@
 #pragma once
 
-#include <sys/mman.h>
-
-#include <algorithm>
-#include <atomic>
 #include <condition_variable>
-#include <cstddef>
-#include <cstring>
 #include <deque>
-#include <exception>
-#include <map>
-#include <optional>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
 
 #include "backup/block.hpp"
 #include "driver/driver.hpp"
@@ -45,7 +32,7 @@ struct HostPoolStatus {
                    ", free host memory, or choose another restore policy for the tag");
 }
 // Throws such an error if this machine or its control group has less than `bytes` available. Pinned memory cannot be
-// reclaimed: taking more would invoke the OOM killer.
+// reclaimed, so taking more would invoke the OOM killer.
 inline void check_available(std::size_t bytes, const std::string& whose = "") {
   const std::size_t available = available_memory_bytes(bytes);
   if (bytes <= available) return;
@@ -54,11 +41,11 @@ inline void check_available(std::size_t bytes, const std::string& whose = "") {
 
 // Owns pinned host memory, as much as is requested. Any thread may call any function.
 //
-// Memory comes in slices that several threads make in parallel: mapped, with huge pages advised, on the NUMA node of
-// the device, touched. Registering a slice holds a lock of the CUDA driver that copies and unmaps need too, so one
-// thread at a time does it: while an operation waits for memory, the thread in take(), between its copies (on an H200
-// the first release of 16 GiB ran at 26 to 32 GB/s with registrations from 6 to 16 other threads); otherwise the
-// makers. A copy may not span two slices, so neither does a range that is handed out.
+// Several threads make slices in parallel: mapped, with huge pages advised, on the NUMA node of the device, touched.
+// Registering a slice holds a lock of the CUDA driver that copies and unmaps need too, so one thread at a time does it.
+// While an operation waits for memory that is the thread in take(), between its copies: with 6 to 16 other threads, the
+// first release of 16 GiB ran at 26 to 32 GB/s on an H200. Otherwise it is a maker. Neither a copy nor a range that is
+// handed out may span two slices.
 class HostPool {
  public:
   // `numa_node` of -1 leaves the placement to the kernel.
@@ -200,8 +187,8 @@ class HostPool {
   [[nodiscard]] int numa_node() const { return numa_node_; }
 
  private:
-  // Measured on an H200 with 16 cores, first release of 31 GiB: 10 threads and 128 MiB slices ran at 40 to 42 GB/s, 8
-  // at 41, 12 threads and 64 MiB slices at 36, 15 threads at 26 (the taker, which registers and copies, lacked a core).
+  // First release of 31 GiB on an H200 with 16 cores: 10 threads and 128 MiB slices ran at 40 to 42 GB/s, 8 at 41. 12
+  // threads and 64 MiB slices ran at 36; 15 threads at 26, as the taker, which registers and copies, lacked a core.
   static constexpr std::size_t kSliceBytes = 128 * kSizeUnit;
   static constexpr std::size_t kHugePage = std::size_t{2} << 20;
   static constexpr std::size_t kGrowers = 10;
@@ -253,8 +240,7 @@ class HostPool {
               .with_advice("raise the limit of processes and threads (ulimit -u, pids.max), and repeat"));
     }
   }
-  // The body of a maker thread: makes slices until the target is reached or one fails. While no operation waits for
-  // memory it also registers them.
+  // Makes slices until the target is reached or one fails; registers them, too, while no operation waits for memory.
   void grow() {
     const Lock lock(mutex_);
     while (!stop_ && !growth_failure_) {
@@ -286,8 +272,7 @@ class HostPool {
     if (--growers_ == 0 && growth_failure_) target_ = capacity_ + under_way_;  // no thread makes the rest
     changed_.notify_all();
   }
-  // Registers one touched slice, without the lock meanwhile. Returns false if there is none, or another thread is
-  // registering.
+  // Registers one touched slice, without the lock. Returns false if there is none, or another thread is registering.
   bool register_one() REQUIRES(mutex_) {
     if (registering_ || touched_.empty()) return false;
     HostMapping slice = std::move(touched_.front());

@@ -1,11 +1,5 @@
 #pragma once
 
-#include <algorithm>
-#include <atomic>
-#include <cstddef>
-#include <cstring>
-#include <vector>
-
 #include "backup/block.hpp"
 #include "support/error.hpp"
 #include "support/packing.hpp"

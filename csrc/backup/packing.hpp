@@ -1,13 +1,5 @@
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <memory>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "backup/block.hpp"
 #include "driver/handles.hpp"
 #include "support/error.hpp"
@@ -17,10 +9,9 @@
 
 namespace memsaver {
 
-// Owns the buffers of device memory in which content of one device is packed and unpacked. They exist only while an
-// operation runs, taken from the driver or borrowed; what the driver does not take back, the next close() gives back.
-// One thread at a time. Without buffers content is only copied more slowly, so functions throw context_lost, and only
-// warn of other driver errors.
+// Owns the buffers in device memory in which content is packed and unpacked while an operation runs, taken from the
+// driver or borrowed. What the driver does not take back, the next close() gives back. One thread at a time. Without
+// buffers content is only copied more slowly, so functions throw context_lost, and only warn of other driver errors.
 class Packing {
  public:
   // With fewer buffers the link waits for kernels; more bring nothing. 168 MiB in all.
@@ -65,9 +56,9 @@ class Packing {
     return plans;
   }
 
-  // Takes as many buffers as fit into `room` bytes; if there are some, replaces them once there is room for the most.
-  // Returns whether there are any; if the driver refuses, there are none until the next close(). Only if nothing but
-  // work under way needs what the buffers hold.
+  // Takes as many buffers as fit into `room` bytes; replaces fewer once there is room for the most. Returns whether
+  // there are any; if the driver refuses, there are none until the next close(). Only work under way may need what they
+  // hold.
   [[nodiscard]] bool open(std::size_t room) {
     const std::size_t count = std::min(kBuffers, room / kBufferBytes);
     const bool more = buffers_.empty() ? count > 0 : count == kBuffers && buffers_.size() < kBuffers;

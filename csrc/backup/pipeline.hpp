@@ -1,13 +1,6 @@
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
-#include <functional>
-#include <future>
 #include <list>
-#include <memory>
-#include <string>
-#include <vector>
 
 #include "backup/block.hpp"
 #include "backup/digest_queue.hpp"
@@ -120,10 +113,9 @@ class Pipeline : public PipelineParts {
   void expect(std::vector<ContentBlock>& blocks);
 
   // Calls acquire(i) once for each chunk, and restores the blocks in it. Both are in address order on entry, and no
-  // block is in two chunks. Packed content comes first: until their own content comes, other chunks lend their memory
-  // for unpacking, so that no further memory is needed; they are acquired while packed content is copied. `verify` is
-  // not `automatic`. Throws as above (backup also if content differs from its digest): every backup is as it was;
-  // nothing is under way.
+  // block is in two chunks. Packed content comes first: other chunks, acquired while it is copied, lend their memory
+  // for unpacking until their own content comes. `verify` is not `automatic`. Throws as above (backup also if content
+  // differs from its digest): every backup is as it was; nothing is under way.
   PipelineSeconds restore(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
                           const std::function<void(std::size_t)>& acquire, VerifyChoice verify);
 
@@ -156,7 +148,7 @@ class Pipeline : public PipelineParts {
       }
     });
   }
-  // Returns bounce memory for a file transfer; null if there is too little and others, unless this one is `alone`, will
+  // Returns bounce memory for a file transfer; null if there is too little, unless this one is `alone`: others will
   // give theirs back. Throws as HostPool::take().
   [[nodiscard]] std::unique_ptr<HostPool::Bounce> bounce(std::size_t bytes, bool alone) {
     try {
@@ -174,8 +166,7 @@ class Pipeline : public PipelineParts {
     record(copies)->wait();
     record(kernels)->wait();
   }
-  // Waits until neither the device nor the threads of `transfers` work for this object, and gives the memory for
-  // packing back to the device. What fails is logged.
+  // Waits until nothing works for this object, `transfers` included, and closes `packing`. What fails is logged.
   void quiesce(const FileTransfers& transfers = {}) noexcept {
     for (const auto& transfer : transfers) {
       if (transfer.done.valid()) transfer.done.wait();

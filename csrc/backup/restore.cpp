@@ -1,10 +1,5 @@
-#include <algorithm>
-#include <cstring>
 #include <deque>
 #include <set>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "backup/kept_content.hpp"
 #include "backup/pipeline.hpp"
@@ -41,8 +36,8 @@ class Unpacking {
   Unpacking(Pipeline& pipeline, PipelineSeconds& seconds) : pipeline_(pipeline), seconds_(seconds) {}
 
   // Starts to unpack a block from `memory`, which must stay until the copies that are queued now are done. Without
-  // buffers it is unpacked in host memory by several threads, and nothing is under way afterwards. Throws backup if
-  // this block or an earlier one is damaged, out_of_host_memory or driver errors.
+  // buffers several threads unpack it in host memory before this returns. Throws backup if this block or an earlier one
+  // is damaged, out_of_host_memory or driver errors.
   void start(const ContentBlock& content, const std::vector<HostRange>& memory) {
     Packing& packing = pipeline_.packing;
     if (packing.buffers() == 0) return unpack_on_host(content, memory);
@@ -128,8 +123,7 @@ class RestoreTask {
   }
 
  private:
-  // Returns the chunks with packed content, and puts the blocks in them first. Other chunks are acquired before them,
-  // and lend their memory for unpacking until their own content comes.
+  // Returns the chunks with packed content, and puts the blocks in them first. Others lend them memory, see lend().
   std::vector<std::size_t> packed_first() {
     std::vector<std::size_t> packed;
     std::vector<std::size_t> others;
@@ -179,8 +173,8 @@ class RestoreTask {
   }
 
   // Restores one more chunk without content, which lends nothing, while packed content is copied: few such copies can
-  // be queued, so they hide little of the driver calls after them. The chunks are spread over all packed blocks, so
-  // that the driver's calls for one take less time than the copies that are queued.
+  // be queued, so they hide little of the driver's calls. Chunks are spread over all packed blocks, so that the calls
+  // for one take less time than the copies that are queued.
   void restore_ahead() {
     if (next_block_ % ahead_every_ != 0) return;
     while (!ahead_.empty() && acquired_.count(ahead_.front()) != 0) ahead_.pop_front();
@@ -271,15 +265,13 @@ class RestoreTask {
     }
   }
 
-  // Starts to copy a block's content to the device from `memory`, which must stay until the copies that are queued now
-  // are done.
+  // Starts to copy a block to the device from `memory`, which must stay until the copies that are queued now are done.
   void start_copy(const ContentBlock& content, const std::vector<HostRange>& memory) {
     if (content.block->packed_bytes != 0) return unpacking_.start(content, memory);
     pipeline_.copy(Pipeline::Direction::to_device, content.base, content.block->extents, memory);
   }
 
-  // Starts reads of the next blocks that are in the file, as far as there is bounce memory; at least one if none is
-  // under way.
+  // Starts reads of the next blocks in the file, as far as there is bounce memory; at least one if none is under way.
   void read_ahead() {
     for (; next_read_ < blocks_.size() && reads_.size() + uploads_.size() < kFileTransfers; ++next_read_) {
       const Block& block = *blocks_[next_read_].block;

@@ -1,15 +1,8 @@
-#include <algorithm>
 #include <chrono>
 #include <deque>
-#include <future>
 #include <iterator>
 #include <limits>
-#include <list>
 #include <map>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "backup/pipeline.hpp"
 #include "support/error.hpp"
@@ -98,8 +91,8 @@ class FileWrites {
   [[nodiscard]] const FileTransfers& transfers() const { return transfers_; }
 
  private:
-  // Returns bounce memory for the last of transfers_. If there is too little for several at once, waits for the older
-  // ones; a single transfer is always served.
+  // Returns bounce memory for the last of transfers_, after older ones if there is too little; a single one is always
+  // served.
   std::unique_ptr<HostPool::Bounce> take_bounce(std::size_t bytes) {
     const Stopwatch watch(seconds_.host_memory);
     for (;;) {
@@ -110,8 +103,8 @@ class FileWrites {
     }
   }
 
-  // Waits for the oldest transfers until at most `count` that did not fail are left. A failed one keeps its memory,
-  // since copies into it may still run; its error comes with its result.
+  // Waits for the oldest transfers until at most `count` that did not fail are left. A failed one keeps its memory, as
+  // copies into it may still run; its error comes with its result.
   void limit(std::size_t count) {
     auto oldest = transfers_.begin();
     for (std::size_t failed = 0; transfers_.size() > failed + count;) {
@@ -130,16 +123,16 @@ class FileWrites {
   FileTransfers transfers_;
 };
 
-// Owns what one save has claimed in the shared store and not published. Processes that save equal content at the same
-// time each write a part of it: a process claims no more than it is copying, takes what others have written, and waits
-// for what they are writing. Functions throw driver errors; no block is left without an owner of its memory.
+// Owns what one save has claimed in the shared store and not published. Of equal content that several processes save at
+// once each writes a part: it claims no more than it is copying, takes what others have written, and waits for what
+// they are writing. Functions throw driver errors; no block is left without an owner of its memory.
 class SharedSave {
  public:
   SharedSave(Pipeline& pipeline, SharedStore& store) : pipeline_(pipeline), store_(store) {}
 
-  // Looks for the content, of `bytes`, of a block without host memory. Returns kept if the block has it now, claimed if
-  // its copy is to be queued (see take() and copied()), awaited if another process is writing it, and no_room if the
-  // store cannot take it.
+  // Looks for the content, of `bytes`, of a block without host memory. Returns kept if the block has it now, and
+  // awaited if another process is writing it. Returns claimed if its copy is to be queued (see take() and copied()),
+  // no_room if the store cannot take it.
   [[nodiscard]] SharedStore::Found find(Block& block, const Digest& digest, std::size_t bytes) {
     using Found = SharedStore::Found;
     publish_done();
@@ -183,7 +176,7 @@ class SharedSave {
   }
 
   // Publishes all that this process copies, then waits until another one has changed something since `changes()` was
-  // `seen`. After a second without any progress, the rest of the save waits for no process.
+  // `seen`. After a second without progress, the rest of the save waits for no process.
   void wait_for_others(std::uint32_t seen) {
     while (!claims_.empty()) wait_for_a_copy();
     const auto now = std::chrono::steady_clock::now();
@@ -232,9 +225,9 @@ class SharedSave {
   std::optional<std::chrono::steady_clock::time_point> waiting_since_;
 };
 
-// Decides which blocks of one save may be packed; called for each of them, in their order. The first ones of each tag
-// stay raw: a release packs in the memory where they were, and a resume unpacks by way of theirs. A tag for which that
-// would be more than an eighth keeps no more raw than two buffers need.
+// Decides which blocks of one save may be packed; called for each of them, in order. The first ones of each tag stay
+// raw: a release packs in the memory where they were, and a resume unpacks by way of theirs. They are at most an eighth
+// of the tag, but never less than two buffers need.
 class RawFirst {
  public:
   explicit RawFirst(const std::vector<ContentBlock>& blocks) {
@@ -382,7 +375,7 @@ class SaveTask {
     }
   }
 
-  // Takes memory for packing once as much was dropped, less if there is too little and more later. May finish all
+  // Takes memory for packing once as much was dropped, less if there is too little and more later; may finish all
   // batches but the newest one for that. Only while nothing is being packed.
   bool make_room() {
     while (packing_.buffers() == 0 && dropped_bytes_ < Packing::kBytes && batches_.size() > 1) finish_oldest();

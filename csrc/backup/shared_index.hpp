@@ -1,19 +1,13 @@
 #pragma once
 
 #include <linux/futex.h>
-#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <bitset>
-#include <chrono>
 #include <climits>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <ctime>
 #include <iterator>
 #include <optional>
 #include <set>
@@ -34,9 +28,9 @@ inline constexpr std::size_t kEntries = 1 << 15;  // 1 TiB of whole blocks
 inline constexpr std::size_t kMembers = 64;
 inline constexpr std::size_t kPieces = 8;  // of one block: memory is used up although blocks differ in size
 
-// The beginning of the memory file that the processes of a store share: which content it holds, where, and for which of
-// them. Behind it lie the slabs; a hole in the file takes no memory. A change becomes valid by one store of an atomic,
-// so that a process may be killed between any two; what can be computed from the rest is computed anew then.
+// The beginning of a store's memory file: which content it holds, where, and for which processes. Behind it lie the
+// slabs; a hole in the file takes no memory. A change becomes valid by one store of an atomic, so a process may be
+// killed between any two; what can be computed from the rest is computed anew then.
 struct SharedLayout {
   struct Member {
     pthread_mutex_t alive;  // the liveness mutex: held by a thread of the process as long as it is a member
@@ -203,8 +197,8 @@ class SharedIndex {
     set(room->state, Entry::writing, "find: claimed");
     return {Found::claimed, static_cast<std::uint32_t>(room - layout_.entries), {}, {}, {}};
   }
-  // Takes memory for a claim. Returns false, with nothing taken, if the slabs have too little.
-  // In one piece if a slab has room for it, preferably one that this member has mapped; else in several.
+  // Takes memory for a claim, in one piece if a slab has room, preferably one that this member has mapped; else in
+  // several. Returns false, with nothing taken, if the slabs have too little.
   [[nodiscard]] bool take(std::uint32_t index, std::size_t bytes) REQUIRES(mutex) {
     Entry& entry = layout_.entries[index];
     std::size_t missing = (bytes + kGrain - 1) / kGrain;
@@ -263,8 +257,8 @@ class SharedIndex {
     return pieces;
   }
 
-  // Returns a new slab for this member to make, of as many bytes as the limit allows; nothing if it allows less than
-  // `at_least`. Other members use it after end_slab().
+  // Returns a new slab for this member to make, as large as the limit allows; nothing if that is less than `at_least`.
+  // Other members use it after end_slab().
   [[nodiscard]] std::optional<std::uint32_t> begin_slab(std::size_t at_least, std::size_t at_most) REQUIRES(mutex) {
     const std::size_t now = layout_.slab_bytes;
     const std::size_t allowed = layout_.limit_bytes > now ? (layout_.limit_bytes - now) / kGrain * kGrain : 0;
@@ -290,8 +284,7 @@ class SharedIndex {
   }
   // Notes that this member has the slab mapped.
   void set_mapped(std::uint32_t slab) REQUIRES(mutex) { layout_.slabs[slab].mapped |= me(); }
-  // Notes that this member has those complete slabs no longer mapped that it needs for none of `entries`, and returns
-  // them.
+  // Notes that this member no longer maps the complete slabs that it needs for none of `entries`, and returns them.
   [[nodiscard]] std::vector<std::uint32_t> unmap_unneeded(const std::vector<std::uint32_t>& entries) REQUIRES(mutex) {
     std::set<std::uint32_t> needed;
     for (const std::uint32_t entry : entries) {

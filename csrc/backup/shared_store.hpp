@@ -1,25 +1,5 @@
 #pragma once
 
-#include <sys/mman.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <atomic>
-#include <cerrno>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <deque>
-#include <functional>
-#include <future>
-#include <map>
-#include <memory>
-#include <set>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
-
 #include "backup/block.hpp"
 #include "backup/host_pool.hpp"
 #include "backup/shared_index.hpp"
@@ -48,18 +28,16 @@ struct SharedStoreStatus {
 };
 
 // Owns one process's membership in a store: host memory that processes of one user share, and that holds a block of
-// equal content once. docs/architecture.md ("The shared store") describes how.
-//
-// Any thread may call any function. One that needs the index waits at most a second for a process that was stopped
-// while it changed the index; then it returns Found::no_room, or makes its change later.
+// equal content once (docs/architecture.md, "The shared store"). Any thread may call any function. One that needs the
+// index waits at most a second for a process that was stopped while it changed the index; then it returns
+// Found::no_room, or makes its change later.
 class SharedStore {
  public:
   using Found = SharedIndex::Found;
   using Answer = SharedIndex::Answer;
 
   // Joins the store of this name, or founds it; the founder's limit holds for all. Throws configuration if neither is
-  // possible, which takes a few seconds if processes of the store do not answer.
-  // Delegates, so that the destructor runs if this throws.
+  // possible, after a few seconds if its processes do not answer. Delegates, so that the destructor runs then.
   SharedStore(Driver& driver, const std::string& name, std::size_t limit_bytes) : SharedStore(driver, name) {
     Forks::instance().add(this);  // before anything is open that a child would keep
     std::promise<void> joined;
@@ -110,9 +88,9 @@ class SharedStore {
   }
   // Returns the addresses of what was found kept. Throws out_of_host_memory.
   [[nodiscard]] std::vector<HostRange> memory_of(const Answer& kept) { return map(kept.pieces, to_pages(kept.bytes)); }
-  // Takes pinned memory for what was claimed, rounded up to pages; `expected` bytes will be needed in all. The content
-  // is undefined, but zero beyond `bytes`. Returns nothing if the index is not free. Throws out_of_host_memory or
-  // driver errors: the claim has no memory that its caller knows.
+  // Takes pinned memory for what was claimed, rounded up to pages and zero beyond `bytes`; `expected` bytes will be
+  // needed in all. Returns nothing if the index is not free. Throws out_of_host_memory or driver errors: the claim has
+  // no memory that its caller knows.
   [[nodiscard]] std::vector<HostRange> take(std::uint32_t entry, std::size_t bytes, std::size_t expected,
                                             int numa_node) {
     for (bool fragmented = false;; fragmented = true) {
@@ -164,8 +142,8 @@ class SharedStore {
     for (const auto& change : changes) change();
     index_->mutex.unlock();
   }
-  // Waits until another process published or gave up something since changes() was `seen`, for 10 ms, and then gives up
-  // what dead processes were writing.
+  // Waits, for 10 ms, until another process published or gave up something since changes() was `seen`; if none did,
+  // gives up what dead processes were writing.
   void wait_for_change(std::uint32_t seen) {
     index_->wait_for_change(seen, kPoll);
     if (changes() != seen || !lock_index()) return;
@@ -182,8 +160,7 @@ class SharedStore {
                          [&](const auto& range) { return range.address - slab.address() < slab.bytes(); });
     });
   }
-  // Makes and pins memory in the background, so that `bytes` beyond what this process uses can be kept, as far as no
-  // other process uses it for other content.
+  // Makes and pins memory in the background for `bytes` beyond what this process uses, as far as others leave some.
   void prepare_beyond(std::size_t bytes) {
     target_ = bytes + status().held_bytes;
     work_later();
@@ -237,8 +214,8 @@ class SharedStore {
   }
 
  private:
-  static constexpr std::chrono::milliseconds kLockTimeout{
-      5000};  // for the processes that look for the store before this one
+  // For the processes that look for the store before this one.
+  static constexpr std::chrono::milliseconds kLockTimeout{5000};
   static constexpr std::chrono::milliseconds kAnswerTimeout{5000};  // for one of those that have it
   static constexpr std::chrono::milliseconds kIndexTimeout{1000};
   static constexpr std::chrono::milliseconds kUpkeep{1000};  // how soon the memory of a dead process is given back
@@ -318,8 +295,8 @@ class SharedStore {
     }
     throw no_store(std::string("it cannot be offered to others: ") + std::strerror(errno));
   }
-  // Any process of the store has the file; if there is none, this one makes it. No other process looks for it
-  // meanwhile, so that two do not make one each: a second store of one name would double what its limit allows.
+  // Any process of the store has the file; if there is none, this one makes it, while no other looks for it: a second
+  // store of one name would double what its limit allows.
   void open_file(std::size_t limit_bytes) {
     const std::optional<int> found = sockets_.request(kAnswerTimeout);
     if (!found) {
@@ -457,8 +434,8 @@ class SharedStore {
     }
   }
 
-  // Completes a slab that begin_slab() gave this process. Throws out_of_host_memory or driver errors: the slab is
-  // complete, too, or given up. No process uses one without pages, because a write to it may find no memory.
+  // Completes a slab that begin_slab() gave this process. Throws out_of_host_memory or driver errors: it is complete,
+  // or given up. No process uses one without pages, because a write to it may find no memory.
   void make_slab(std::uint32_t slab, int numa_node) {
     const std::size_t bytes = index_->bytes_of(slab);
     bool touched = false;

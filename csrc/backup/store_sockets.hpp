@@ -11,21 +11,16 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <optional>
-#include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "support/cleanup.hpp"
 #include "support/error.hpp"
 
 namespace memsaver {
 
-// Owns the Unix sockets by which processes of one user hand each other the descriptor of a store's memory file. Their
-// names are abstract: a name ends with the process that has it. Every process of a store listens under a separate name,
-// and sends the descriptor to those of its user that connect. One thread at a time, except stop().
+// Owns the Unix sockets by which processes of one user hand each other the descriptor of a store's memory file. Each
+// listens under a separate abstract name, which ends with it. One thread at a time, except stop().
 class StoreSockets {
  public:
   // Throws configuration unless `store` is 1 to 64 letters, digits, '-', '_' and '.'.
@@ -49,9 +44,9 @@ class StoreSockets {
   }
   void unlock() { close_and_forget(lock_); }
 
-  // Returns the descriptor of the store's file from any process that has it; -1 if there is no such process; nothing if
-  // there are some, and none of them answered within `timeout`. A process that is busy answers later; one that is
-  // ending closes its end, and then its name is free. So there is no store only if no name is taken.
+  // Returns the descriptor of the store's file from any process that has it; -1 if no name is taken: there is no store.
+  // Returns nothing if none answers within `timeout`. A process that is busy answers later; one that is ending closes
+  // its end, and then its name is free.
   [[nodiscard]] std::optional<int> request(std::chrono::milliseconds timeout) {
     const auto until = Clock::now() + timeout;
     for (;;) {
@@ -174,9 +169,8 @@ class StoreSockets {
     file = -1;
   }
 
-  // As request(), once.
-  // Connects to all processes at once, so that those that are stopped cost no time. Returns when one has answered, or
-  // all have closed their ends.
+  // As request(), once, of all processes at once: those that are stopped cost no time. Returns when one has answered,
+  // or all have closed their ends.
   [[nodiscard]] std::optional<int> request_from_all(std::chrono::milliseconds timeout) const {
     const auto until = Clock::now() + timeout;
     bool any = false;  // a process has one of the names

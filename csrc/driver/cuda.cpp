@@ -1,10 +1,6 @@
-#include <dlfcn.h>
-
 #include <algorithm>
-#include <cstdio>
 #include <iterator>
 #include <map>
-#include <utility>
 
 #include "driver/cuda_api.hpp"
 #include "driver/driver.hpp"
@@ -20,10 +16,10 @@ namespace {
 
 using namespace cuda;
 
-// After these errors the context is unusable for the rest of the process (cuda.h: "leaves the process in an
-// inconsistent state", or a hardware fault). In order: ECC_UNCORRECTABLE, NVLINK_UNCORRECTABLE, CONTAINED;
-// ILLEGAL_ADDRESS, LAUNCH_TIMEOUT, CONTEXT_IS_DESTROYED, ASSERT, HARDWARE_STACK_ERROR, ILLEGAL_INSTRUCTION,
-// MISALIGNED_ADDRESS, INVALID_ADDRESS_SPACE, INVALID_PC, LAUNCH_FAILED, TENSOR_MEMORY_LEAK.
+// After these errors the context is unusable (cuda.h: "leaves the process in an inconsistent state", or a hardware
+// fault): ECC_UNCORRECTABLE, NVLINK_UNCORRECTABLE, CONTAINED; ILLEGAL_ADDRESS, LAUNCH_TIMEOUT, CONTEXT_IS_DESTROYED,
+// ASSERT, HARDWARE_STACK_ERROR, ILLEGAL_INSTRUCTION, MISALIGNED_ADDRESS, INVALID_ADDRESS_SPACE, INVALID_PC,
+// LAUNCH_FAILED, TENSOR_MEMORY_LEAK.
 constexpr Result kLosesContext[] = {214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721};
 
 // support/digest.hpp on the device, one thread block per item. Eight 16-byte loads in flight per thread saturate the
@@ -139,8 +135,8 @@ class Calls {
   mutable std::string loss_ GUARDED_BY(mutex_);
 };
 
-// Keeps stream captures of other threads valid: in their default mode, a call that cannot be part of a graph (such as
-// registering host memory) invalidates them, unless the calling thread has declared itself unrelated.
+// Keeps stream captures of other threads valid: a call that cannot be part of a graph, such as registering host memory,
+// invalidates them unless the calling thread has declared itself unrelated.
 class BesideCaptures {
  public:
   explicit BesideCaptures(const Api& api) : api_(api) { api_.exchange_capture_mode(&mode_); }

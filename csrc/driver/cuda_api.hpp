@@ -2,11 +2,7 @@
 
 #include <dlfcn.h>
 
-#include <cstddef>
-#include <cstdint>
-#include <memory>
 #include <mutex>
-#include <string>
 
 #include "driver/driver.hpp"
 #include "support/error.hpp"

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
@@ -57,11 +55,11 @@ class Driver {
 
   // As create(), for memory that other processes can map as well.
   [[nodiscard]] virtual Handle create_exportable(int device, std::size_t bytes) = 0;
-  // Returns a descriptor of such memory for another process to import. The caller closes it; until then it may keep the
-  // memory from the device, as each process that imported it does.
+  // Returns a descriptor of such memory for another process to import, which the caller closes. It may keep the memory
+  // from the device until then, as each process that imported it does.
   [[nodiscard]] virtual int export_handle(int device, Handle handle) = 0;
-  // Returns a handle of memory that another process exported, to be mapped for `device` and released as any other; the
-  // memory itself stays that process's, and the descriptor the caller's.
+  // Returns a handle of memory that another process exported, to be mapped for `device` and released as any other. The
+  // memory stays that process's, the descriptor the caller's.
   [[nodiscard]] virtual Handle import_handle(int device, int file, std::size_t bytes) = 0;
 
   // Maps a whole handle to a reserved range, which is accessible only after allow_access().
@@ -136,8 +134,8 @@ class Driver {
   // Returns the message of the first failure that lost the context; empty if it is not lost.
   [[nodiscard]] virtual std::string loss() const { return {}; }
 
-  // Returns what a helper that checkpoints this process needs besides its process id: for each device, the descriptor
-  // of a HostAccount, which remains the driver's, and the process's slot in it.
+  // Returns what a helper that checkpoints this process needs besides its id: for each device the descriptor of a
+  // HostAccount, which remains the driver's, and the process's slot in it.
   [[nodiscard]] virtual std::vector<std::pair<int, int>> accounts() { return {}; }
 };
 

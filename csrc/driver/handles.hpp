@@ -1,17 +1,5 @@
 #pragma once
 
-#include <sys/mman.h>
-#include <unistd.h>
-
-#include <atomic>
-#include <cstddef>
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <optional>
-#include <string>
-#include <utility>
-
 #include "driver/driver.hpp"
 #include "support/log.hpp"
 #include "support/system.hpp"

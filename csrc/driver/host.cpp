@@ -6,7 +6,6 @@
 
 #include <atomic>
 #include <cerrno>
-#include <cstring>
 
 #include "driver/driver.hpp"
 #include "driver/host_account.hpp"
@@ -33,8 +32,8 @@ Address map_pages(Address at, std::size_t bytes, int flags, int file = -1, off_t
 constexpr int kNoMemory = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
 // Owns the physical memory of a device: ranges of one memfd, so that any number of handles takes one descriptor. A
-// handle is an offset, never reused, plus one; create() commits its pages and release() punches them out. Memory to
-// share with other processes is a separate memfd, and its handle the marked descriptor.
+// handle is an offset, never reused, plus one. Memory to share with other processes is a separate memfd, and its handle
+// the marked descriptor.
 class HostDevice {
  public:
   HostDevice(const std::string& name, std::size_t capacity)

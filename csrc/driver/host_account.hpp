@@ -11,17 +11,14 @@
 namespace memsaver {
 
 // Owns one process's slot in the account of how much of a host device all processes that name it use. Any thread may
-// call any function.
+// call any function. Each throws configuration if the file cannot be locked, and has no effect then.
 //
-// A named account is a small file in shared memory with one slot per process. What a process holds counts as free as
-// soon as it is dead, however it died: the kernel drops its lock on the slot. The last process that exits normally
-// deletes the file; one left by a killed process holds nothing and is reused. An account without a name is private to
-// its owner.
+// A named account is a small file in shared memory with one slot per process. What a process holds is free as soon as
+// it is dead: the kernel drops its lock on the slot. The last process that exits normally deletes the file; one left by
+// a killed process is reused. An account without a name is private to its owner.
 //
-// A process can be checkpointed from outside, as by the CUDA driver: until it is restored, what it holds does not
-// count, and what it requests waits. The state is in the file, where any helper process finds it.
-//
-// Each function throws configuration if the file cannot be locked, and has no effect then.
+// A helper process can checkpoint another one, as by the CUDA driver, by the state in the file: until it is restored,
+// what it holds does not count, and what it requests waits.
 class HostAccount {
  public:
   enum class State : std::uint32_t { running, locked, checkpointed };

@@ -10,27 +10,22 @@ namespace memsaver::hibernate {
 using ProcessAdaptor = std::function<std::unique_ptr<Process>(std::unique_ptr<Process>)>;
 
 // Runs the program, which checkpoints its parent: the CUDA driver checkpoints a process only on behalf of another one.
+// Returns the exit code.
 //
 // Standard input and output are one end of a socket pair. Arguments: the parent's process id; its driver, "cuda" or
 // "host"; for "host" an account per device (open_host_process()). Each request is a line, answered by a line:
 //
-//     lock <timeout, ms>                     -> ok <s>
-//         blocks the parent's device calls
-//     checkpoint [<device>...]               -> ok <s> [<device> <bytes held>...]
-//         gives back all its device memory
-//     restore [<device> <bytes held>...]     -> ok <s>
-//         takes it again
-//     unlock                                 -> ok <s>
-//         lets its device calls go on
-//     state                                  -> ok <running | locked | checkpointed | failed>
-//     memory <uuid of a device>              -> ok <total> <used> <used by the process>
-//         bytes, as nvidia-smi shows them: in a checkpointed process NVML blocks, as all of CUDA does
+//     lock <timeout, ms>                   -> ok <s>         blocks the parent's device calls
+//     checkpoint [<device>...]             -> ok <s> [<device> <bytes held>...]       gives back all its device memory
+//     restore [<device> <bytes held>...]   -> ok <s>                                  takes it again
+//     unlock                               -> ok <s>                                  lets its device calls go on
+//     state                                -> ok <running | locked | checkpointed | failed>
+//     memory <uuid of a device>            -> ok <total> <used> <used by the process> bytes, as nvidia-smi shows them:
+//                                             in a checkpointed process NVML blocks, as all of CUDA does
 //
 // or "error <call> <code> <state of the process now>", followed by " <device> <needed> <free>" if memory is short. A
 // step that the process has already taken does nothing. The program holds no device memory, and ends when the socket is
-// closed or its parent dies. (PR_SET_PDEATHSIG does not serve: it is tied to the thread that started the program.)
-//
-// Returns the exit code.
+// closed or its parent dies. (PR_SET_PDEATHSIG is tied to the thread that started the program.)
 [[nodiscard]] int run_helper(const std::vector<std::string>& arguments, const ProcessAdaptor& adapt = {});
 
 }  // namespace memsaver::hibernate

@@ -2,9 +2,6 @@
 
 #include <dlfcn.h>
 
-#include <atomic>
-#include <utility>
-
 #include "hooks/preload_interface.hpp"
 #include "hooks/torch_allocator.hpp"
 #include "support/error.hpp"

@@ -1,8 +1,5 @@
 // libmemsaver_preload.so: inside a region of the calling thread, cudaMalloc and related functions allocate from the
-// saver.
-//
-// The core registers itself when it is imported; until then every call goes to the real function. Depends on libc
-// alone, exports only C symbols, and includes no CUDA header.
+// saver, once the core is imported and registers itself. Depends on libc alone, and exports only C symbols.
 
 #include <dlfcn.h>
 #include <link.h>

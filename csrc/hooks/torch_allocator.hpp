@@ -1,7 +1,5 @@
 #pragma once
 
-#include <string>
-
 #include "vmm/saver.hpp"
 
 namespace memsaver {

@@ -5,9 +5,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <memory>
-#include <string>
-#include <vector>
 
 #include "driver/driver.hpp"
 #include "support/error.hpp"

@@ -1,10 +1,6 @@
 #pragma once
 
 #include <condition_variable>
-#include <exception>
-#include <functional>
-#include <thread>
-#include <utility>
 
 #include "support/mutex.hpp"
 #include "support/system.hpp"

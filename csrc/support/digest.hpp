@@ -2,26 +2,21 @@
 
 #include <sys/random.h>
 
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-
 #include "support/error.hpp"
 
 namespace memsaver {
 
 // The key of 128-bit digests of memory content. A range's digest is the sum of its parts' digests in any order, so
-// thousands of thread blocks need no ordering.
+// thousands of thread blocks need no ordering. Each 16-byte word (x, y) at index i contributes, in each of two lanes,
 //
-// Each 16-byte word (x, y) at index i contributes, in each of two lanes,
 //     fold((x ^ (key[2*lane] + i*weyl)) * (y ^ (key[2*lane+1] + i*weyl2)))        fold(p) = high64(p) ^ low64(p)
-// modulo 2^64. Multiply-and-fold is the mixing step of wyhash and XXH3; the index enters both factors, so moving a word
-// changes its term. Keys come from the operating system once per process, so content cannot be crafted against them.
 //
-// Collision probability. The lane sums of contents A != B are equal only if the differing terms cancel modulo 2^64.
-// Over the random keys each term is close to uniform, so one lane collides with probability about 2^-64 and both, with
-// independent keys, about 2^-128. (A zero factor hides the other half of its word; that needs the key to equal the
-// data, with the same probabilities.) 10^6 blocks compared every second for a year: 3.2e13 * 2^-128, about 1e-25.
+// modulo 2^64: the mixing step of wyhash and XXH3. The index enters both factors, so moving a word changes its term.
+// Keys come from the operating system once per process, so content cannot be crafted against them.
+//
+// Two contents collide only if the differing terms cancel modulo 2^64. Over the random keys each term is close to
+// uniform, so one lane collides with probability about 2^-64, and both about 2^-128. 10^6 blocks compared every second
+// for a year: 3.2e13 * 2^-128, about 1e-25.
 struct DigestKey {
   std::uint64_t lane[4];
 };

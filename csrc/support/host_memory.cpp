@@ -1,15 +1,10 @@
 #include "support/host_memory.hpp"
 
 #include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstdio>
-#include <cstdlib>
 #include <limits>
 #include <memory>
-#include <string>
 
 #include "support/error.hpp"
 #include "support/system.hpp"

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <cstddef>
-
 #include "support/sizes.hpp"
 
 namespace memsaver {

@@ -6,7 +6,6 @@
 #include <chrono>
 #include <ctime>
 #include <functional>
-#include <utility>
 
 #include "support/error.hpp"
 #include "support/mutex.hpp"

@@ -8,8 +8,6 @@
 
 #include <atomic>
 #include <cerrno>
-#include <cstddef>
-#include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <functional>
@@ -17,7 +15,6 @@
 #include <optional>
 #include <system_error>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "support/error.hpp"
@@ -25,10 +22,10 @@
 namespace memsaver::sys {
 
 // The calls to the operating system on which backups depend: host memory, files and threads. Each is the call of the
-// same name behind a hook for tests, which costs a load of a null pointer if there is none. Any thread may call them.
+// same name behind a hook for tests. Any thread may call them.
 //
 // The hook gets the call's name and bytes. It returns 0 to let the call run, an errno to let it fail, or kShort to let
-// a transfer end early (after about half, or with nothing if that is less than a page).
+// a transfer end early: after about half, or with nothing if that is less than a page.
 inline constexpr int kShort = -1;
 using Hook = int (*)(const char* call, std::size_t bytes);
 inline std::atomic<Hook> hook{nullptr};
@@ -115,8 +112,8 @@ inline void punch_hole(int file, std::size_t offset, std::size_t bytes) {
     return std::nullopt;
   }
 }
-// Runs `work(part)` for each part below `parts`, and waits for all: each in a thread, except the first, and those for
-// which the system refuses one, which the calling thread runs. Throws what the first part that failed threw.
+// Runs `work(part)` for each part below `parts`, and waits for all: the first in the calling thread, each other one in
+// a new one if the system starts it. Throws what the first part that failed threw.
 inline void run_in_threads(std::size_t parts, const std::function<void(std::size_t)>& work) {
   std::vector<std::exception_ptr> failures(parts);
   const auto run = [&](std::size_t part) {

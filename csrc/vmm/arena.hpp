@@ -1,15 +1,7 @@
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
-#include <iterator>
-#include <map>
-#include <optional>
 #include <set>
-#include <string>
 #include <tuple>
-#include <utility>
-#include <vector>
 
 #include "driver/driver.hpp"
 #include "support/range_set.hpp"
@@ -33,10 +25,10 @@ struct Allocation {
   bool freed = false;         // during that operation; removed at its end
 };
 
-// Owns the account of what is where in the address space of one device, tag and restore policy. It calls no driver and
+// Owns the account of what is where in the address space of one device, tag and restore policy. Calls no driver and
 // takes no lock; the mutex of its MemoryMap guards it. Every address of its spans is in exactly one of: a live
-// allocation; a free range with memory (in a chunk that another allocation still needs); a free range without memory;
-// a range that a caller has taken out, to map or unmap it.
+// allocation; a free range with memory (in a chunk that another allocation needs); a free range without memory; a range
+// that a caller has taken out, to map or unmap it.
 class Arena {
  public:
   struct Key {
@@ -154,10 +146,10 @@ class Arena {
       for_each_part(address, allocation.bytes, divide);
     }
   }
-  // Returns ranges, each for one chunk, that together cover `range`, which has no memory: 64 MiB first, so that a
-  // release gives its first memory back after about 1.2 ms of copying, then doubling to 1 GiB. The driver's cost grows
-  // with the number of handles (H200: about 9 us create + 21 us access + 15 us unmap + 13 us release each; mapping
-  // 64 GiB takes 64 ms in handles of 32 MiB, 4 ms in handles of 1 GiB), and beyond 1 GiB the copies hide it.
+  // Returns ranges, each for one chunk, that cover `range`, which has no memory: 64 MiB first, so that a release gives
+  // its first memory back after about 1.2 ms of copying, then doubling to 1 GiB. The driver's cost grows with the
+  // number of handles (H200: about 9 us create + 21 us access + 15 us unmap + 13 us release each): 64 GiB are mapped in
+  // 64 ms in handles of 32 MiB, in 4 ms in handles of 1 GiB. Beyond that the copies hide it.
   [[nodiscard]] std::vector<RangeSet::Range> in_chunks(RangeSet::Range range) const {
     constexpr std::size_t first = 64 * kSizeUnit;
     constexpr std::size_t largest = 1024 * kSizeUnit;

@@ -1,13 +1,5 @@
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
-#include <map>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "backup/backup_store.hpp"
 #include "driver/driver.hpp"
 #include "support/mutex.hpp"

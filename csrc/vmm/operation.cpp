@@ -2,14 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <exception>
-#include <functional>
-#include <map>
-#include <optional>
 #include <set>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "support/cleanup.hpp"
 #include "support/error.hpp"

@@ -2,16 +2,7 @@
 
 #include <unistd.h>
 
-#include <algorithm>
-#include <cstddef>
 #include <exception>
-#include <functional>
-#include <map>
-#include <memory>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "driver/driver.hpp"
 #include "support/cleanup.hpp"
@@ -50,8 +41,8 @@ inline void add_free_memory(Error& error, Driver& driver, int device, std::size_
 // call any function. Errors name the tag, the device and the bytes.
 class PhysicalMemory {
  public:
-  // A handle that the driver refused to unmap or to take back. It belongs to no chunk; every operation and allocation
-  // tries again to give it back. Free addresses at which it is still mapped are withheld from their arena until then.
+  // A handle that the driver refused to unmap or to take back, and that belongs to no chunk: every operation and
+  // allocation tries again. Free addresses at which it is still mapped are withheld from their arena until then.
   struct Orphan {
     int device;
     Handle handle;
@@ -65,7 +56,7 @@ class PhysicalMemory {
   PhysicalMemory(Driver& driver, MemoryMap& map, bool peer_access)
       : driver_(driver), map_(map), peer_access_(peer_access) {}
   // Gives all memory and addresses back, except in a forked child, which shares its parent's device memory. Addresses
-  // at which something stays mapped remain reserved until the process ends.
+  // at which something stays mapped remain reserved.
   ~PhysicalMemory() {
     if (getpid() != process_) return;
     constexpr char what[] = "while giving addresses back";
@@ -128,8 +119,8 @@ class PhysicalMemory {
       throw error.with_tag(arena.key().tag).with_device(device).with_bytes(chunk.bytes);
     }
   }
-  // Gives back chunks that Arena::remove_allocation() returned, after synchronizing the device as cudaFree does. Chunks
-  // that the driver does not unmap stay in the arena until the next release, with a warning.
+  // Gives back chunks that Arena::remove_allocation() returned, after synchronizing the device as cudaFree does. What
+  // the driver does not unmap stays in the arena until the next release, with a warning.
   void give_back(Arena& arena, const std::vector<Chunk>& chunks) EXCLUDES(map_.mutex) {
     if (chunks.empty()) return;
     const int device = arena.key().device;

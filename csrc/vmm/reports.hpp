@@ -1,10 +1,5 @@
 #pragma once
 
-#include <cstddef>
-#include <map>
-#include <string>
-#include <vector>
-
 #include "backup/block.hpp"
 #include "backup/host_pool.hpp"
 #include "backup/pipeline.hpp"

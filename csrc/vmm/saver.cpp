@@ -1,9 +1,7 @@
 #include "vmm/saver.hpp"
 
-#include <algorithm>
 #include <optional>
 #include <set>
-#include <utility>
 
 #include "backup/kept_content.hpp"
 #include "support/cleanup.hpp"

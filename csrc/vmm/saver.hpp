@@ -1,14 +1,5 @@
 #pragma once
 
-#include <unistd.h>
-
-#include <atomic>
-#include <cstddef>
-#include <map>
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "backup/backup_store.hpp"
 #include "driver/driver.hpp"
 #include "support/progress.hpp"
@@ -26,8 +17,8 @@ namespace memsaver {
 // Promises. The address of a live allocation never changes. After every call, failed or not, each chunk is either
 // mapped with its content, or released with what its restore policy needs; a failed call can be repeated, and its
 // opposite works. Functions may be called from any thread. Operations (release, resume) run one at a time; allocations
-// and status do not wait for them. Every function but those that are noexcept throws forked in a child of the process
-// that made the saver, and those that use a device context_lost once the context is lost.
+// and status do not wait for them. Every function that is not noexcept throws forked in a forked child. Those that use
+// a device throw context_lost once the context is lost.
 class Saver {
  public:
   using Tags = MemoryMap::Tags;  // empty: all tags; unknown ones are ignored
@@ -68,8 +59,8 @@ class Saver {
   void trim_graph_memory();
 
   // Returns the backup of [address, address + bytes): the content at the last release, kept until the next one or until
-  // it is dropped. Copies it to `to` if that is not null and all of it is in host memory. Waits for an operation under
-  // way. Throws configuration if the range is not within a live allocation, which must not be freed meanwhile, backup
+  // it is dropped. Copies it to `to` unless that is null or some is not in host memory. Waits for an operation under
+  // way. Throws configuration if the range is not within a live allocation, which must not be freed meanwhile; backup
   // if packed content is damaged.
   [[nodiscard]] BackupView backup_of(Address address, std::size_t bytes, void* to);
   // Drops the backups of resident memory under `tags`, and, unless `keep_memory` for the next release, unpins unused
@@ -105,8 +96,7 @@ class Saver {
   class Reserve;
   class Expectation;
 
-  // Throws forked in a child of the process that made the saver. Call it before any lock is taken: the parent may have
-  // held it when it forked.
+  // Throws forked in a forked child. Call it before any lock is taken: the parent may have held it when it forked.
   void check_process() const;
   // Adds a device to the map and to the backups, once. Throws driver errors.
   void add_device(int device) EXCLUDES(map_.mutex);

@@ -1,9 +1,5 @@
 #include "vmm/shared_buffer.hpp"
 
-#include <algorithm>
-#include <string>
-#include <utility>
-
 #include "support/cleanup.hpp"
 #include "support/error.hpp"
 #include "support/log.hpp"

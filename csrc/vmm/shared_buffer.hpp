@@ -1,10 +1,5 @@
 #pragma once
 
-#include <cstddef>
-#include <functional>
-#include <memory>
-#include <optional>
-
 #include "driver/driver.hpp"
 #include "driver/handles.hpp"
 #include "support/mutex.hpp"
@@ -12,15 +7,14 @@
 
 namespace memsaver {
 
-// Owns addresses of a device for a buffer that processes share, and the memory behind them, which comes and goes. What
-// both kinds below have in common; any thread may call any function of theirs. Every function but those that are
-// noexcept throws driver errors, forked or context_lost.
+// Owns addresses of a device for a buffer that processes share, and the memory behind them, which comes and goes. Any
+// thread may call any function of the kinds below. Every function that is not noexcept throws driver errors, forked or
+// context_lost.
 class FixedRange {
  public:
   // Reserves `bytes`, rounded up to what the device maps at once. The saver must outlive this.
   FixedRange(Saver& saver, int device, std::size_t bytes);
-  // Gives memory and addresses back; what the driver refuses is only logged. Does nothing in a forked child, or when
-  // the process is ending.
+  // Gives memory and addresses back; what the driver refuses is only logged. Does nothing once the saver has ended.
   ~FixedRange();
 
   [[nodiscard]] Address address() const noexcept { return range_->address(); }

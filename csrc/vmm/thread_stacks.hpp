@@ -1,11 +1,5 @@
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
-#include <exception>
-#include <map>
-#include <string>
-
 #include "driver/driver.hpp"
 #include "support/error.hpp"
 #include "support/log.hpp"
@@ -16,9 +10,9 @@
 namespace memsaver {
 
 // Owns the limits to restore of the stacks of kernels. A context holds device memory for the stacks of all threads that
-// its kernels can run at once: by default 1 KiB each, 264 MiB on an H200 (132 multiprocessors of 2,048 threads), and
-// more once a kernel needed more. A CUDA graph that was captured before runs after a change, too: a launch raises the
-// limit if necessary. Any thread may call any function.
+// can run at once: by default 1 KiB each, 264 MiB on an H200 (132 multiprocessors of 2,048 threads), and more once a
+// kernel needed more. A graph that was captured before a change runs after it: a launch raises the limit if necessary.
+// Any thread may call any function.
 class ThreadStacks {
  public:
   ThreadStacks(Driver& driver, const MemoryMap& map, const PhysicalMemory& physical)

@@ -21,11 +21,9 @@ class Stack(threading.local):
 
 
 class Backend:
-    """One kind of device; ``memsaver_core.process.backend()`` returns the one of this process.
-
-    Methods that need the saver are given it; the others may be called before one exists. This base class is for a
-    process in which memsaver is disabled: it manages no memory.
-    """
+    """One kind of device; ``memsaver_core.process.backend()`` returns the one of this process. Methods that need the
+    saver are given it; the others may be called before one exists. This base class is for a process in which memsaver
+    is disabled: it manages no memory."""
 
     #: The driver's name, for users to read: ``cuda``, ``host``, or ``none`` if memsaver is disabled.
     name: ClassVar[str] = "none"
@@ -46,18 +44,14 @@ class Backend:
         """Do what must precede the making of the saver."""
 
     def region(self, saver: _native.Saver, device: int | None, tag: str, restore: str) -> AbstractContextManager[Any]:
-        """Return a context manager that puts what torch allocates inside under ``tag``.
-
-        ``device`` None is the current device, the first one if the kind of device knows none.
-        """
+        """Return a context manager that puts what torch allocates inside under ``tag``. ``device`` None is the current
+        device, the first one if the kind of device knows none."""
         return nullcontext()
 
     def outside_regions(self, *, own_pool: bool = False) -> AbstractContextManager[Any]:
-        """Return a context manager in which what this thread allocates is under no tag.
-
-        With ``own_pool``, allocations come from a pool that ends with it: none lands in a free block of tagged memory,
-        and what was freed is back with the driver afterwards.
-        """
+        """Return a context manager in which what this thread allocates is under no tag. With ``own_pool``, allocations
+        come from a pool that ends with it: none lands in a free block of tagged memory, and what was freed is back with
+        the driver afterwards."""
         return nullcontext()
 
     def new_graph_pool(self, tag: str, restore: str) -> Any:
@@ -65,11 +59,9 @@ class Backend:
         return None
 
     def forget_pools(self, tag: str | None = None, restore: str | None = None) -> bool:
-        """Have later regions of ``tag`` and policy ``restore`` (None: of all) start with new pools.
-
-        Free memory of the old pools goes back to the driver at the next ``torch.cuda.empty_cache()``; the rest stays
-        under its tag until its tensors end. Returns whether there were any.
-        """
+        """Have later regions of ``tag`` and policy ``restore`` (None: of all) start with new pools. Free memory of the
+        old pools goes back to the driver at the next ``torch.cuda.empty_cache()``; the rest stays under its tag until
+        its tensors end. Returns whether there were any."""
         return False
 
     def note_release(self, tags: Sequence[str]) -> None:
@@ -105,8 +97,6 @@ class Backend:
         return TorchMemory(0, 0)
 
     def peers(self, saver: _native.Saver | None, peer_access: bool) -> tuple[tuple[int, int], ...]:
-        """Return pairs of devices of which the first can reach the second's memory.
-
-        With ``peer_access``, the saver maps its memory on every device.
-        """
+        """Return pairs of devices of which the first can reach the second's memory. With ``peer_access``, the saver
+        maps its memory on every device."""
         return ()

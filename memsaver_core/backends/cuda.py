@@ -91,9 +91,7 @@ class CudaBackend(Backend):
 
     def dead_ranges(self, saver: _native.Saver) -> list[tuple[int, int]]:
         """Return free blocks of the pools of regions, and of torch's default pool, which a preload library may fill.
-
-        Any other pool may belong to graphs, which use its free blocks at every replay.
-        """
+        Any other pool may belong to graphs, which use its free blocks at every replay."""
         if not torch.cuda.is_initialized() or torch.cuda.get_allocator_backend() != "native":
             return []
         dead = []
@@ -113,10 +111,8 @@ class CudaBackend(Backend):
         return True
 
     def read_device(self, saver: _native.Saver, index: int) -> DeviceMemory:
-        """Read NVML's figures, or the CUDA driver's if NVML is unavailable.
-
-        Devices are matched by UUID, so CUDA_VISIBLE_DEVICES makes no difference.
-        """
+        """Read NVML's figures, or the CUDA driver's if NVML is unavailable. Devices are matched by UUID, so
+        CUDA_VISIBLE_DEVICES makes no difference."""
         info = _device_info(saver, index)
         uuid, name = info["uuid"], info["name"]
         memory = nvml.read_memory(uuid, {os.getpid()})

@@ -14,11 +14,8 @@ from memsaver_core.backends.base import Stack
 
 
 class Pool:
-    """A torch memory pool. Once nothing refers to it, its free memory goes back with torch's caches.
-
-    torch's own object is never destroyed: if that happens while any thread uses a pool or captures a graph, torch ends
-    the process.
-    """
+    """A torch memory pool. Once nothing refers to it, its free memory goes back with torch's caches. torch's own object
+    is never destroyed: if that happens while any thread uses a pool or captures a graph, torch ends the process."""
 
     def __init__(self, device: int, allocator: Any = None) -> None:
         with torch.cuda.device(device):
@@ -29,10 +26,8 @@ class Pool:
 
 
 class _Routing:
-    """Routes this thread's allocations on a device to a pool.
-
-    torch versions differ in which of two nested pools they prefer, so only the innermost is in use at a time.
-    """
+    """Routes this thread's allocations on a device to a pool. torch versions differ in which of two nested pools they
+    prefer, so only the innermost is in use at a time."""
 
     def __init__(self, stack: Stack, device: int | None) -> None:
         self._stack = stack

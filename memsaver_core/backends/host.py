@@ -36,11 +36,8 @@ class HostBackend(Backend):
         ctypes.CDLL(None).malloc_trim(0)  # the C library's cache is host memory, too
 
     def read_device(self, saver: _native.Saver, index: int) -> DeviceMemory:
-        """Read the host device's count over all processes that share it.
-
-        ``process_bytes`` is this process's resident memory, or None if it may open no more files: a resume must work
-        without.
-        """
+        """Read the host device's count over all processes that share it. ``process_bytes`` is this process's resident
+        memory, or None if it may open no more files: a resume must work without."""
         free, total = saver.memory_info(index)
         now = {"total_bytes": total, "used_bytes": total - free, "process_bytes": _resident_bytes()}
         return DeviceMemory(index=index, **{**saver.device_info(index), **now})

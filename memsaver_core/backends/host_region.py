@@ -32,12 +32,10 @@ _UNDEFINED = {
 
 
 class HostRegion(TorchDispatchMode):
-    """Moves what is allocated inside to the arena of ``device`` for ``tag`` and ``restore``.
-
-    torch's dispatcher calls this mode for each operator in the thread that entered it. Parameters and buffers that
-    reach a module without the dispatcher (from a file, or from a loader's worker threads) are noted by torch's
-    registration hooks, and moved when the region ends.
-    """
+    """Moves what is allocated inside to the arena of ``device`` for ``tag`` and ``restore``. torch's dispatcher calls
+    this mode for each operator in the thread that entered it. Parameters and buffers may reach a module without it,
+    from a file or a loader's worker threads: torch's registration hooks note them, and they move when the region
+    ends."""
 
     def __init__(self, saver: _native.Saver, stack: Stack, device: int, tag: str, restore: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,16 +1,9 @@
 """NCCL communicators: found, counted, suspended and resumed through the libnccl that the process has loaded.
 
-Suspending is collective: every rank of a communicator enters it. A service asks all ranks first whether they can. A
-trainer whose ranks run the same program calls this on all of them, between two steps::
-
-    from memsaver_core import communicators
-
-    communicators.suspend()  # device memory of every communicator is the driver's again
-    ...
-    communicators.resume()
-
-CUDA graphs with NCCL calls replay as before, if NCCL_GRAPH_REGISTER=0 was set when they were captured. Needs NCCL
-2.29.7; ``found`` reports for each communicator what it holds, and what prevents its suspension.
+Suspending is collective: every rank of a communicator enters it. A service asks all ranks first whether they can; a
+trainer calls ``communicators.suspend()`` on all of them between two steps, and later ``communicators.resume()``. CUDA
+graphs with NCCL calls replay as before if NCCL_GRAPH_REGISTER=0 was set when they were captured. Needs NCCL 2.29.7;
+``found`` reports what each communicator holds and what prevents its suspension.
 """
 
 from memsaver_core.communicators.communicators import TIMEOUT_S as TIMEOUT_S

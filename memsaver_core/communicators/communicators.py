@@ -46,20 +46,11 @@ class Communicators:
         self._late: _Call | None = None
 
     def register(self, name: str, comm: int, *, ranks: int, rank: int, device: int | None = None) -> None:
-        """Have a communicator suspended that memsaver does not find by itself.
-
-        Found are those of torch's process groups, of vLLM's and of SGLang's PyNcclCommunicator.
-
-        Args:
-            name: the same on all of its ranks, and of no other communicator that a rank of the engine has.
-            comm: the ncclComm_t, as a number.
-            ranks: how many it has; one of a single rank is passed over.
-            rank: this process's number among them.
-            device: torch's index of its device.
-
-        Raises:
-            ConfigurationError: the name is taken.
-        """
+        """Have a communicator suspended that memsaver does not find by itself: it finds those of torch's process
+        groups, and the PyNcclCommunicator of vLLM and SGLang. ``comm`` is the ncclComm_t as a number, ``device``
+        torch's index of its device. ``rank`` is this process's number among its ``ranks``; one of a single rank is
+        passed over. ``name`` is the same on all of its ranks, and no other communicator's of the engine. Raises
+        ConfigurationError if it is taken."""
         self._check_free(name)
         if ranks > 1:
             made = Communicator.of(name, comm, ranks=ranks, rank=rank, device=device, nccl=loaded())
@@ -81,11 +72,9 @@ class Communicators:
         self._registered.pop(name, None)
 
     def found(self) -> tuple[CommunicatorStatus, ...]:
-        """Find and count the communicators of more than one rank, in the order of their creation.
-
-        Must not be called while the process is hibernated, when device calls block. While some are being suspended or
-        resumed, what was counted before.
-        """
+        """Find and count the communicators of more than one rank, in the order of their creation. While some are being
+        suspended or resumed, return what was counted before. Must not be called while the process is hibernated, when
+        device calls block."""
         if self._lock.acquire(blocking=False):
             try:
                 self._count()
@@ -98,10 +87,7 @@ class Communicators:
         return tuple(status for _, status in self._counted)
 
     def can_suspend(self) -> bool:
-        """Return whether memsaver may suspend communicators, and the NCCL that this process has loaded can.
-
-        Calls no driver.
-        """
+        """Return whether memsaver may suspend communicators, and the loaded NCCL can. Calls no driver."""
         library = None if process.settings().communicators == "off" else loaded()
         return library is not None and library.version >= SUSPENDS
 
@@ -134,36 +120,22 @@ class Communicators:
         )
 
     def shared(self) -> tuple[str, ...]:
-        """Return what ranks share of device memory besides what can be suspended, each with what to change.
-
-        It stays after a release and prevents a hibernation. Returns what was counted last; calls no driver.
-        """
+        """Return what else ranks share of device memory, as counted last, each with what to change: it stays after a
+        release and prevents a hibernation. Calls no driver."""
         return self._shared
 
     def suspend(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> dict[str, int]:
-        """Give back the device memory of communicators, which cannot be used until ``resume``.
-
-        Every rank of each communicator must call this, with no communication in flight: NCCL waits for all of them.
-        If it fails on any rank, call ``resume`` on all of them.
-
-        Args:
-            names: which; None for all that can be suspended. One that is suspended already is passed over.
-            timeout_s: deadline for all of them together.
-
-        Returns:
-            Bytes given back, by name.
-
-        Raises:
-            UnsupportedError: one of ``names`` does not exist or cannot be suspended; nothing was done.
-            MemsaverError: NCCL failed, or another rank did not call this in time; names the communicator.
-        """
+        """Give back the device memory of the communicators ``names`` (None: of all that can be suspended), which cannot
+        be used until ``resume``; return the bytes by name. One that is suspended already is passed over. Every rank of
+        each must call this, with no communication in flight, within ``timeout_s`` seconds for all together. If it fails
+        on any rank, call ``resume`` on all of them. Raises UnsupportedError if a name does not exist or cannot be
+        suspended: nothing was done. Raises MemsaverError, with the name, if NCCL failed or another rank did not call
+        this in time."""
         return self._move("suspend", names, timeout_s)
 
     def resume(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        """Bring communicators back, with the same addresses. Every rank of each must call this.
-
-        One that is not suspended is passed over. Arguments and errors are those of ``suspend``.
-        """
+        """Bring communicators back, with the same addresses; one that is not suspended is passed over. Every rank of
+        each must call this. Arguments and errors are those of ``suspend``."""
         self._move("resume", names, timeout_s)
 
     def _move(

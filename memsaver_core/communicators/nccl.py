@@ -102,10 +102,6 @@ def warn_of_registered_graphs() -> None:
 
 
 def registers_graphs(backends: str, setting: str | None) -> bool:
-    """Whether NCCL registers the buffers of captured graphs, its default.
-
-    Args:
-        backends: torch's backend per kind of device, as in ``cpu:gloo,cuda:nccl``.
-        setting: NCCL_GRAPH_REGISTER, or None if it is not set.
-    """
+    """Return whether NCCL registers the buffers of captured graphs, its default. ``backends`` is torch's backend per
+    kind of device, as in ``cpu:gloo,cuda:nccl``, ``setting`` is NCCL_GRAPH_REGISTER (None: not set)."""
     return "nccl" in backends and setting != "0"

@@ -35,10 +35,8 @@ _MULTICAST_SUPPORTED = 132
 
 
 def shared_memory() -> list[str]:
-    """Return what of it there is, each with what to change for the next start.
-
-    It stays after a release and prevents a hibernation.
-    """
+    """Return what of it there is, each with what to change for the next start: it stays after a release and prevents a
+    hibernation."""
     try:
         return [*_of_groups(), *_of_experts(), *_of_libraries()]
     except Exception as error:  # a version with other names: better no hibernation than one that cannot be undone
@@ -47,13 +45,8 @@ def shared_memory() -> list[str]:
 
 def fabric_obstacle(name: str, device: int, uuid: str) -> str:
     """Return why a process with the communicator ``name`` cannot be hibernated and what to do, or an empty string.
-
-    NCCL does not report which memory it uses, so this checks what makes it use multicast (NVLS) or memory of other
-    hosts (MNNVL): its settings and the device.
-
-    Args:
-        device, uuid: torch's index of the communicator's device, and the driver's identifier of it.
-    """
+    ``device`` is torch's index of its device, ``uuid`` the driver's identifier. NCCL does not report which memory it
+    uses, so this checks its settings and the device for multicast (NVLS) and memory of other hosts (MNNVL)."""
     found = []
     if os.environ.get("NCCL_NVLS_ENABLE") != "0" and _multicast_supported(device):
         found.append(("NVLink multicast memory (NVLS)", "NCCL_NVLS_ENABLE"))

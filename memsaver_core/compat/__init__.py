@@ -1,7 +1,4 @@
-"""Other projects' APIs on top of memsaver_core.
-
-``memsaver_core.compat.install()`` makes ``import torch_memory_saver`` import memsaver's.
-"""
+"""Other projects' APIs; ``memsaver_core.compat.install()`` makes ``import torch_memory_saver`` import memsaver's."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Every error that memsaver raises, with its kind, its HTTP status and when a retry may help.
-
-Each message says what happened, to what, and what to do. None of these errors leaves an allocation half done: each one
-is either mapped with its content or released with what its policy requires.
-"""
+"""Every error that memsaver raises, with its kind, its HTTP status and when a retry may help. Each message says what
+happened, to what, and what to do. After any error each allocation is mapped with its content, or released with what its
+policy requires."""
 
 from __future__ import annotations
 
@@ -60,7 +58,6 @@ class UnknownTagError(MemsaverError, LookupError, kind="unknown_tag", status=400
 
     @classmethod
     def of(cls, unknown: list[str], known: list[str]) -> UnknownTagError:
-        """Return the error with its message."""
         return cls(
             f"unknown tag{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}; "
             f"the tags that exist are {', '.join(map(repr, known)) or 'none'}",

@@ -7,9 +7,7 @@ from enum import Enum
 
 class Phase(str, Enum):
     """One measured step of an operation, in the order in which they run: those of a release, then those of a resume.
-
-    ``value`` is the name in answers and metrics.
-    """
+    Its ``value`` is the name in answers and metrics."""
 
     meaning: str
     waits: bool

@@ -50,11 +50,7 @@ def keeps_any(restore: str) -> bool:
 
 
 def parse_policy(value: PolicyLike) -> RestorePolicy:
-    """Return the policy that ``value`` names.
-
-    Raises:
-        ConfigurationError: there is no such policy.
-    """
+    """Return the policy that ``value`` names; raise ConfigurationError if there is none."""
     try:
         return RestorePolicy(value)
     except ValueError:
@@ -63,11 +59,7 @@ def parse_policy(value: PolicyLike) -> RestorePolicy:
 
 
 def policy_for(tag: str, restore: PolicyLike | None) -> RestorePolicy:
-    """Return ``restore`` if given, else the default of ``tag``, else ``DISCARD``.
-
-    Raises:
-        ConfigurationError: ``restore`` is not a policy.
-    """
+    """Return ``restore`` if given, else the default of ``tag``, else ``DISCARD``; raise as ``parse_policy``."""
     if restore is not None:
         return parse_policy(restore)
     return DEFAULT_POLICIES.get(tag, RestorePolicy.DISCARD)

@@ -1,8 +1,7 @@
-"""What callers ask of a release and of a resume: each option once.
+"""What callers ask of a release and of a resume: each option once. Sizes are bytes, times seconds.
 
-All else is made from these models: the JSON of the service, the keywords of the clients, the options of the command
-line, messages to ranks, what a fleet sends to its engines and keeps in its record, and the tables of the documentation.
-A new option is one field here, the line that acts on it, and a test. Sizes are bytes, times seconds.
+Made from these models: the service's JSON, the clients' keywords, the command line's options, messages to ranks, what a
+fleet sends and records, and the documentation. A new option is one field here, the line that acts on it, and a test.
 """
 
 from __future__ import annotations
@@ -52,18 +51,12 @@ OperationId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.:
 
 @dataclass(frozen=True)
 class Acts:
-    """Where a field acts.
-
-    Attributes:
-        by: ``core``: says what becomes of the memory, and is sent to ranks; ``service``: says how the operation runs;
-            ``caller``: concerns this one call. Requests that differ only in fields of callers are one operation.
-        fleet: ``each``: sent to every engine; ``own``: the coordinator acts on it; else why a fleet refuses it.
-        lasting: a fleet uses it as well for engines that join later, so its record keeps it.
-    """
+    """Where a field acts. ``by`` the core: it says what becomes of the memory, and is sent to ranks; by the service: it
+    says how the operation runs; by the caller: it concerns this one call, and leaves the operation the same."""
 
     by: Literal["core", "service", "caller"]
-    fleet: str = "each"
-    lasting: bool = False
+    fleet: str = "each"  # each: sent to every engine; own: the coordinator acts on it; else why a fleet refuses it
+    lasting: bool = False  # a fleet uses it also for engines that join later, so its record keeps it
 
 
 _PREPARED_BY_FLEET = "a fleet prepares and commits by itself; send the operation without prepare, lease_s and commit"
@@ -257,7 +250,6 @@ class Selected(Fields):
     )
 
     def selected(self) -> Selector:
-        """Return the selector."""
         return self.selector if self.model is None else self.selector.model_copy(update={"models": (self.model,)})
 
 

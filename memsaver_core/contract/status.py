@@ -188,7 +188,6 @@ class PreparedState(Model):
     lease_s: float
 
     def text(self) -> str:
-        """Return it in words."""
         left = f"{self.lease_s:.0f} s are left for its commit"
         return f"{self.operation} {self.operation_id} of {self.client}; {left}"
 

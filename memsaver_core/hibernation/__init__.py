@@ -1,9 +1,9 @@
 """Hibernation: give back what remains of the process on the device, its CUDA context included.
 
-The driver checkpoints a process only on behalf of another one, so the calls come from a small helper process, started
-at the first use. While the process is hibernated, each of its CUDA calls blocks; ``wake`` brings the context back as it
-was: addresses, streams, modules and captured graphs. The host driver has no context; there, what the process still
-holds of the device stops counting, and its allocations block.
+The driver checkpoints a process only for another one, so a small helper process, started at the first use, makes the
+calls. While the process is hibernated each of its CUDA calls blocks; ``wake`` brings the context back with addresses,
+streams, modules and captured graphs. On the host driver, which has no context, what the process holds stops counting,
+and its allocations block.
 """
 
 from memsaver_core.hibernation.hibernation import Hibernation

@@ -26,11 +26,8 @@ PATH = Path(_native.__file__).with_name("memsaver-hibernate")
 
 
 class StepFailedError(Exception):
-    """The helper's answer that a step failed.
-
-    ``state`` is the driver's of this process now: running, locked, checkpointed, failed or unknown. If memory is short,
-    ``device`` names the device, and ``needed_bytes`` is not 0.
-    """
+    """The helper's answer that a step failed. ``state`` is the driver's of this process now: running, locked,
+    checkpointed, failed or unknown. If memory is short, ``device`` names the device and ``needed_bytes`` is not 0."""
 
     def __init__(self, call: str, code: str, state: str, device: str = "", needed: str = "0", free: str = "0") -> None:
         self.call, self.code, self.state, self.device = call, code, state, device
@@ -42,11 +39,7 @@ class Helper:
     """A running helper process, alive until this process ends."""
 
     def __init__(self, driver: str, accounts: Sequence[tuple[int, int]]) -> None:
-        """Start it. ``accounts`` are the host driver's (descriptor, slot).
-
-        Raises:
-            MemsaverError: the process cannot be started.
-        """
+        """Start it; raise MemsaverError if that fails. ``accounts`` are the host driver's (descriptor, slot)."""
         try:
             self._socket, theirs = socket.socketpair()
         except OSError as error:
@@ -72,13 +65,9 @@ class Helper:
         return not self._given_up and self._process.poll() is None
 
     def ask(self, *request: object) -> list[str]:
-        """Send a request, and return the words of the answer after ``ok``.
-
-        Raises:
-            StepFailedError: the driver refused.
-            MemsaverError: the helper has ended, or did not answer in time and was killed. The request may have been
-                carried out.
-        """
+        """Send a request, and return the words of the answer after ``ok``. Raises StepFailedError if the driver
+        refused, MemsaverError if the helper has ended, or did not answer in time and was killed: the request may have
+        been carried out."""
         wait_s = STEP_S if request[0] in _STEPS else ANSWER_S
         try:
             self._socket.settimeout(wait_s)

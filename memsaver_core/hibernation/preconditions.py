@@ -1,8 +1,5 @@
-"""What must hold before this process can be hibernated.
-
-The CUDA driver does not promise to leave a process intact if it finds that it cannot checkpoint it. So everything that
-can be seen from here is checked before the driver is asked.
-"""
+"""What must hold before this process can be hibernated. The CUDA driver does not promise to leave a process intact that
+it cannot checkpoint, so all that can be seen from here is checked first."""
 
 from __future__ import annotations
 
@@ -46,20 +43,14 @@ class Facts:
 
 
 def register_check(check: Callable[[], list[str]]) -> None:
-    """Have ``check`` called before each hibernation, while device calls still go on.
-
-    It returns what prevents the hibernation and what to do, one string for each obstacle; an integration adds what only
-    it can see of its engine.
-    """
+    """Have ``check`` called before each hibernation, while device calls still go on. It returns what prevents the
+    hibernation and what to do, one string for each obstacle: what only an integration can see of its engine."""
     _checks.append(check)
 
 
 def obstacles(facts: Facts, suspending: bool = False) -> list[str]:
-    """Return why a process with these ``facts`` cannot be hibernated, each with what to do.
-
-    Args:
-        suspending: communicators are suspended and imported memory is dropped first, so neither is an obstacle.
-    """
+    """Return why a process with these ``facts`` cannot be hibernated, each with what to do; ``suspending`` as in
+    ``Hibernation.obstacles``."""
     if not facts.enabled:
         return ["memsaver is disabled (MEMSAVER_ENABLED=0)"]
     found = []
@@ -129,14 +120,9 @@ def ipc_tensors() -> int:
 
 
 def managed_bytes(maps: Path = Path("/proc/self/maps")) -> int:
-    """Return the bytes of managed memory of this process, in use or cached by CUDA.
-
-    The driver maps managed memory from the unified-memory device file, at an offset equal to the address. An ordinary
-    context maps that file only for semaphores, at addresses below ``_FIRST_MANAGED``.
-
-    Raises:
-        MemsaverError: the process may open no more files.
-    """
+    """Return the bytes of managed memory of this process, in use or cached by CUDA; raise MemsaverError if it may open
+    no more files. The driver maps managed memory from the unified-memory device file, at an offset equal to the
+    address. An ordinary context maps that file only for semaphores, below ``_FIRST_MANAGED``."""
     try:
         lines = maps.read_text().splitlines()
     except OSError as error:

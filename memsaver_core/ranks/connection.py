@@ -1,7 +1,5 @@
-"""Connections between the ranks of an engine that has no channel for messages: Unix sockets, a line of JSON each.
-
-Rank 0 is the service's process. The other ranks connect to it and answer until it closes the connection.
-"""
+"""Connections between the ranks of an engine that has no channel for messages: Unix sockets, a line of JSON each. The
+other ranks connect to rank 0, the service's process, and answer until it closes the connection."""
 
 from __future__ import annotations
 
@@ -22,11 +20,8 @@ AnswerMessage = Callable[[Plain], Plain]
 
 
 class SocketChannel:
-    """Reaches the ranks by ``connections``, in order; ``answer`` is that of rank 0, in this process.
-
-    Args:
-        answer: None if the first of ``connections`` is rank 0.
-    """
+    """Reaches the ranks by ``connections``, in order. ``answer`` is that of rank 0, in this process; None if the first
+    of ``connections`` is rank 0."""
 
     def __init__(self, answer: AnswerMessage | None, connections: Iterable[socket.socket]) -> None:
         self._answer = answer

@@ -1,7 +1,5 @@
-"""What an operation would do on this rank, and whether it could: nothing is changed to find out.
-
-A check here refuses only what the operation itself would refuse. It finds it before any rank has done anything.
-"""
+"""What an operation would do on this rank, and whether it could: nothing is changed to find out. A check here refuses
+only what the operation itself would refuse, before any rank has done anything."""
 
 from __future__ import annotations
 
@@ -23,11 +21,6 @@ def reserve(request: Tagged) -> None:
     """As ``memsaver_core.reserve_with``; while the process is hibernated, only check that the memory is free."""
     plan_resume(request)
     ms.reserve_with(request)
-
-
-def check_release(request: MemoryRequest) -> None:
-    """As ``plan_release``; holds the disk space of the backups until the release, or ``give_back_reserved``."""
-    plan_release(request, hold=True)
 
 
 def hold_disk(request: MemoryRequest) -> None:
@@ -101,10 +94,8 @@ def planned_release(tag: TagStatus, request: MemoryRequest) -> PlannedTag:
 
 
 def backup_rooms(tags: Iterable[PlannedTag], status: Status) -> tuple[Room, Room]:
-    """Return what the backups of a release need of host memory and of disk, and what is free there.
-
-    What others have in the shared store is not needed again, which shows only while content is saved.
-    """
+    """Return what the backups of a release need of host memory and of disk, and what is free there. What others have in
+    the shared store is not needed again, which shows only while content is saved."""
     needed: Counter[str] = Counter()
     for tag in tags:
         needed["file" if tag.restore == "file" else "host"] += tag.backup_bytes

@@ -1,8 +1,6 @@
-"""How far a rank is with its operation, in shared memory: a rank that works answers no request.
-
-The record is a page of anonymous memory, which the service maps through /proc. If the rank runs on another host or in
-another container the service cannot map it, and knows only that the rank works.
-"""
+"""How far a rank is with its operation, in shared memory: a rank that works answers no request. The record is a page of
+anonymous memory, which the service maps through /proc. It cannot map that of a rank in another container or on another
+host, and knows only that such a rank works."""
 
 from __future__ import annotations
 
@@ -83,11 +81,8 @@ class ProgressRecord:
 
 
 class GroupProgress:
-    """The records of all ranks that can be mapped from here. ``locations`` has one for each rank, or None.
-
-    Attributes:
-        seen: the ranks whose records are mapped: their process ids mean here what they mean there.
-    """
+    """The records of all ranks that can be mapped from here; ``locations`` has one for each rank, or None. The process
+    ids of the ranks ``seen``, whose records are mapped, mean the same here as there."""
 
     def __init__(self, locations: Sequence[ProgressLocation | None]) -> None:
         mapped = {rank: _map(location) for rank, location in enumerate(locations) if location is not None}

@@ -1,8 +1,6 @@
-"""Messages between the service and the ranks of an engine.
-
-The engine's own channel (``collective_rpc`` of vLLM, a broadcast of SGLang) carries what ``REQUESTS.encode`` and
-``ANSWERS.encode`` return: JSON-able data with the version of this protocol.
-"""
+"""Messages between the service and the ranks of an engine. The engine's own channel (``collective_rpc`` of vLLM, a
+broadcast of SGLang) carries what ``REQUESTS.encode`` and ``ANSWERS.encode`` return: JSON-able data with the version of
+this protocol."""
 
 from __future__ import annotations
 
@@ -34,11 +32,8 @@ class Introduce:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Check whether an operation is possible, and what it would do: ask for a ``Plan``. Changes nothing.
-
-    Attributes:
-        exact: leave out what torch holds free, even if there is room for it. This takes time.
-    """
+    """Check whether an operation is possible, and what it would do: ask for a ``Plan``. Changes nothing. ``exact``
+    leaves out what torch holds free even if there is room for it, which takes time."""
 
     operation: Verb
     memory: MemoryRequest
@@ -81,10 +76,8 @@ class MoveCommunicators:
 @dataclass(frozen=True)
 class HibernationStep:
     """One step of a hibernation or of its end: the ranks take each step together. Reported as a phase of that name.
-
     ``lock`` blocks device calls, ``checkpoint`` gives the context back; ``restore`` brings it back, ``unlock`` lets
-    device calls go on. A rank that is past a step already does nothing.
-    """
+    device calls go on. A rank that is past a step already does nothing."""
 
     step: Literal["lock", "checkpoint", "restore", "unlock"]
 

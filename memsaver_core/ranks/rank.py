@@ -35,10 +35,8 @@ _STEPS: dict[str, tuple[Verb, Phase]] = {
 
 
 class Rank:
-    """This process as a rank. An engine that has to do more derives a class from it.
-
-    Messages come one at a time, from any thread.
-    """
+    """This process as a rank. An engine that has to do more derives a class from it. Messages come one at a time, from
+    any thread."""
 
     def __init__(self) -> None:
         self._failed_phase = ""

@@ -1,7 +1,5 @@
-"""The API of torch_memory_saver on top of memsaver_core.
-
-Names, defaults and meaning are torch_memory_saver's; what ends the process there raises a ``MemsaverError`` here.
-"""
+"""The API of torch_memory_saver on top of memsaver_core, with its names, defaults and meaning; what ends the process
+there raises a ``MemsaverError`` here."""
 
 from __future__ import annotations
 

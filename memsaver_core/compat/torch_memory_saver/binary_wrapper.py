@@ -70,12 +70,10 @@ def _cuda_runtime() -> ctypes.CDLL:
 
 
 class NativeFunctions:
-    """The functions that users call on ``_impl._binary_wrapper.cdll``. Text is bytes, as with ctypes.
-
-    Pause, resume, the margin, retention and the folder apply to the whole process, the rest to the calling thread. A
-    tag or kind of backup that is set applies to raw allocations; torch's take theirs from their region. Errors are
-    ``MemsaverError``.
-    """
+    """The functions that users call on ``_impl._binary_wrapper.cdll``. Text is bytes, as with ctypes. Pause, resume,
+    the margin, retention and the folder apply to the whole process, the rest to the calling thread. A tag or kind of
+    backup that is set applies to raw allocations; torch's take theirs from their region. Errors are
+    ``MemsaverError``."""
 
     def __init__(self, path: str) -> None:
         self._state = _thread_state(path)

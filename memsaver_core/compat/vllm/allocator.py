@@ -74,12 +74,10 @@ worker_config = WorkerConfig()
 
 
 class MemsaverAllocator:
-    """Replaces vLLM's memory allocator. There is one in a process, made by ``CuMemAllocator.get_instance()``.
-
-    Memory allocated inside ``use_memory_pool(tag)`` is released by ``sleep`` and resumed at the same addresses by
-    ``wake_up``, which raise as ``memsaver_core.release`` and ``resume`` do. Unlike with vLLM's own, calls may be
-    repeated, and made in any order.
-    """
+    """Replaces vLLM's memory allocator. There is one in a process, made by ``CuMemAllocator.get_instance()``. Memory
+    allocated inside ``use_memory_pool(tag)`` is released by ``sleep`` and resumed at the same addresses by ``wake_up``,
+    which raise as ``memsaver_core.release`` and ``resume`` do. Unlike with vLLM's own, calls may be repeated, and made
+    in any order."""
 
     default_tag = "default"
 

@@ -17,11 +17,7 @@ class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM is not in
 
     def suspend(self, level: int = 1) -> None:
         """Release all. Level 1 keeps the weights in host memory, level 2 discards them; both keep graphs and buffers.
-
-        Raises:
-            UnsupportedError: another level; nothing was changed.
-            MemsaverError: as ``memsaver_core.release``.
-        """
+        Raises UnsupportedError for another level (nothing was changed), MemsaverError as ``memsaver_core.release``."""
         if level not in (1, 2):
             raise UnsupportedError(
                 f"sleep level {level}: vLLM's workers cannot wake from it; to hibernate, call LLM.sleep(level=3) or "

@@ -1,8 +1,5 @@
-"""The entry point that vLLM calls in each of its processes, and what it changes in the modules of a vLLM worker.
-
-Until ``worker_config`` enables memsaver, wrapped functions do what they did before. A version may lack some of them.
-The table ``WRAPPERS`` at the end lists them all.
-"""
+"""The entry point that vLLM calls in each of its processes, and what it changes in a vLLM worker: see ``WRAPPERS``.
+Until ``worker_config`` enables memsaver, wrapped functions do what they did before. A version may lack some of them."""
 
 from __future__ import annotations
 
@@ -42,9 +39,7 @@ FLASHINFER = "vllm.v1.attention.backends.flashinfer"
 @functools.cache
 def register() -> None:
     """Make memsaver available to vLLM's sleep mode. Whether an engine uses it is decided when its workers are made.
-
-    Imports nothing of vLLM, and does nothing if ``MEMSAVER_VLLM=0``. Idempotent.
-    """
+    Imports nothing of vLLM, and does nothing if ``MEMSAVER_VLLM=0``. Idempotent."""
     if allocator.switch() is False:
         return
     for module, wrappers in WRAPPERS.items():
@@ -112,10 +107,8 @@ def _our_allocator(_get_instance: Function) -> MemsaverAllocator:
 
 
 def _make_cublas_workspaces() -> None:
-    """Have torch allocate cuBLAS's workspaces of the current stream under the tag for scratch.
-
-    torch allocates them at a stream's first matrix product, and captured graphs then hold their addresses.
-    """
+    """Have torch allocate cuBLAS's workspaces of the current stream under the tag for scratch. torch allocates them at
+    a stream's first matrix product, and captured graphs then hold their addresses."""
     if not process.backend().has_memory_pools:
         return
     with vllm_allocator().use_memory_pool(allocator.WORKSPACE), torch.inference_mode():
@@ -342,10 +335,8 @@ _buffers: list[PeerBuffers] = []
 
 
 def _with_filled_table(init: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Make every entry of the table that captured all-reduces take theirs from point to the shared buffer.
-
-    vLLM fills the first entry when it is made, and one for each captured all-reduce after the capture.
-    """
+    """Make every entry of the table that captured all-reduces take theirs from point to the shared buffer. vLLM fills
+    the first entry when it is made, and one for each captured all-reduce after the capture."""
     _under(allocator.RUNTIME)(init, self, *args, **kwargs)
     if self.disabled:
         return
@@ -388,8 +379,8 @@ def _forget(free_shared_buffer: Function, pointers: list[int], group: Any = None
 
 
 def _without_unused_buffer(init: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Free the buffer of symmetric memory, which every rank maps from every other one, if vLLM finds after its
-    allocation that it cannot use it, as without NVLink multicast."""
+    """Free the buffer of symmetric memory if vLLM finds after its allocation that it cannot use it, as without NVLink
+    multicast: every rank has mapped it."""
     init(self, *args, **kwargs)
     if self.disabled:
         vars(self).pop("buffer", None)

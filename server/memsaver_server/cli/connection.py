@@ -84,11 +84,7 @@ def print_error(message: str, hint: str = "") -> None:
 
 
 def size_of(text: str | None) -> int | None:
-    """Return the bytes of an option's value.
-
-    Raises:
-        BadParameter: it is not a size, or not more than 0.
-    """
+    """Return the bytes of an option's value; raise BadParameter if it is not a size, or not more than 0."""
     try:
         count = None if text is None else parse_size(text)
         if count == 0:

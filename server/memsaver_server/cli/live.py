@@ -173,12 +173,8 @@ def _operations_table(operations: Iterable[OperationStatusAnswer]) -> Table:
 
 
 def until_ended(client: Client, start: Callable[[], AcceptedAnswer]) -> OperationAnswer:
-    """Start an operation by ``start`` and return its answer.
-
-    Raises:
-        AnswerError: it failed or stalls, as the synchronous call would.
-        typer.Exit: Ctrl-C was pressed; stderr says what became of the operation.
-    """
+    """Start an operation by ``start`` and return its answer. Raises AnswerError if it failed or stalls, as the
+    synchronous call would, typer.Exit if Ctrl-C was pressed: stderr says what became of the operation."""
     accepted = None
     try:
         with _interrupt_held():
@@ -192,10 +188,8 @@ def until_ended(client: Client, start: Callable[[], AcceptedAnswer]) -> Operatio
 
 @contextmanager
 def _interrupt_held() -> Iterator[None]:
-    """Raise the first KeyboardInterrupt at the end of the block, since the service may have begun what it asks for.
-
-    The second is raised at once.
-    """
+    """Hold back the first KeyboardInterrupt until the end of the block: the service may have begun what it asks for.
+    The second is raised at once."""
     pressed = False
 
     def hold(_number: int, _frame: object) -> None:

@@ -16,11 +16,8 @@ from memsaver_server.client.address import DEFAULT_URL
 
 
 class Options:
-    """A group of options: each annotated attribute whose value is a ``typer.Option`` is one.
-
-    Attributes:
-        convert: functions from what a user writes to what is meant, by option.
-    """
+    """A group of options: each annotated attribute whose value is a ``typer.Option`` is one. ``convert`` has functions
+    from what a user writes to what is meant, by option."""
 
     convert: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
 
@@ -32,11 +29,8 @@ class Options:
         return {name: of for name, of in get_type_hints(cls).items() if isinstance(getattr(cls, name), OptionInfo)}
 
     def given(self) -> dict[str, Any]:
-        """Return what the user has set.
-
-        Raises:
-            BadParameter: something cannot be converted, or is an infinite number or none.
-        """
+        """Return what the user has set; raise BadParameter if that cannot be converted, or is an infinite number or
+        none."""
         given = {}
         for name, value in vars(self).items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -93,11 +87,7 @@ Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds be
 
 
 def pairs_of(texts: list[str]) -> dict[str, str]:
-    """Return ``NAME=VALUE``, several times, as a mapping.
-
-    Raises:
-        BadParameter: one of them is something else.
-    """
+    """Return ``NAME=VALUE``, several times, as a mapping; raise BadParameter if one of them is something else."""
     for text in texts:
         name, separator, _ = text.partition("=")
         if not (name and separator):

@@ -47,11 +47,8 @@ class Ended(BaseException):
 
 @contextmanager
 def starting(extra: str) -> Iterator[None]:
-    """Begin to serve. Errors inside end the command with a sentence, signals with exit code 0.
-
-    Args:
-        extra: the extras of the package without which an import fails.
-    """
+    """Begin to serve. Errors inside end the command with a sentence, signals with exit code 0. ``extra`` names the
+    extras of the package without which an import fails."""
     hold_standard_files()
     # Nobody may read what is written there, and a pipe that is full would block whichever thread writes next.
     sys.stderr = stream = LogStream("stderr", 2)
@@ -80,9 +77,7 @@ def until_ended() -> Iterator[None]:
 
 def _notify(state: str) -> None:
     """Send systemd ``state``, for example ``READY=1``, if this is a unit of ``Type=notify``: NOTIFY_SOCKET is set then.
-
-    The protocol is that of sd_notify(3). What cannot be sent is dropped: serving does not depend on it.
-    """
+    The protocol is that of sd_notify(3). What cannot be sent is dropped: serving does not depend on it."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address.startswith(("/", "@")):
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
@@ -91,14 +86,9 @@ def _notify(state: str) -> None:
 
 
 def end_at_once(*, failed: bool) -> None:
-    """End the process with exit code 0 if the interpreter's own end could hang; nothing else may be left to do.
-
-    It takes torch and CUDA down. While the process is hibernated CUDA waits for a wake-up, for which the device may
-    have no memory. NCCL may wait for ranks that have ended, or for its own memory that is suspended.
-
-    Args:
-        failed: ranks of the engine have ended.
-    """
+    """End the process with exit code 0 if the interpreter's own end could hang; nothing else may be left to do. It
+    takes torch and CUDA down. While the process is hibernated CUDA waits for a wake-up, for which the device may have
+    no memory. NCCL may wait for its own memory that is suspended or, if ranks of the engine ``failed``, for those."""
     from memsaver_core import communicators, hibernation
 
     if failed or hibernation.is_hibernated() or not communicators.usable():
@@ -109,11 +99,8 @@ def end_at_once(*, failed: bool) -> None:
 
 
 def settings_of(**given: str | bool | float | None) -> Settings:
-    """Return the settings of the service, taken from ``given`` or the environment; check the core's, too.
-
-    Raises:
-        ConfigurationError: one cannot be used.
-    """
+    """Return the settings of the service, taken from ``given`` or the environment; check the core's, too. Raises
+    ConfigurationError if one cannot be used."""
     from memsaver_core.settings import CoreSettings
     from memsaver_server.settings import Settings, warn_of_misspelt_variables
 
@@ -144,11 +131,9 @@ def _end_on_signals() -> None:
 
 
 def _wait_for_signal() -> None:
-    """Raise Ended once a signal was received.
-
-    Its handler may have raised before: Python drops what is raised in ``__del__`` or a weak reference's callback. The
-    pipe has the number also then, and if the signal came between a check and the wait.
-    """
+    """Raise Ended once a signal was received. Its handler may have raised before: Python drops what is raised in
+    ``__del__`` or a weak reference's callback. The pipe has the number also then, and if the signal came between a
+    check and the wait."""
     while os.read(_received, 1)[0] not in _SIGNALS:
         pass
     raise Ended

@@ -117,8 +117,8 @@ def _state(tag: reports.TagReport | status.TagOccupation) -> Text:
 
 
 def operation_backups_table(tags: Iterable[reports.TagReport]) -> Table | None:
-    """Return one row per tag whose content a release kept: what it copied, what that takes and the ratio of the two,
-    what was unchanged, and what the shared store had. None if there is no such tag."""
+    """Return one row per tag whose content a release kept; None if there is none. Its figures: what was copied, what
+    that takes, their ratio, what was unchanged, and what the shared store had."""
     kept = [tag for tag in tags if tag.backed_up_bytes or tag.unchanged_bytes or tag.shared_bytes]
     found = ["unchanged", *(["shared"] if any(tag.shared_bytes for tag in kept) else [])]
     rows = ([*_kept_cells(tag), *(getattr(tag, f"{name}_bytes") for name in found)] for tag in kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, Protocol, cast, get_args, runtime_checkable
 
 import memsaver_core as ms
@@ -13,7 +14,7 @@ from memsaver_core.contract.requests import DrainMode as DrainMode
 from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_core.contract.status import DeviceMemory, Status
 from memsaver_core.phases import PhaseLog
-from memsaver_core.ranks.plans import check_release, reserve
+from memsaver_core.ranks.plans import plan_release, reserve
 
 #: How often a drain looks whether its caller has given it up, seconds.
 DRAIN_POLL_S = 0.05
@@ -85,7 +86,7 @@ class _LocalMemory:
     check_tags = staticmethod(ms.check_tags)
     release = staticmethod(ms.release_with)
     resume = staticmethod(ms.resume_with)
-    check_release = staticmethod(check_release)
+    check_release = staticmethod(partial(plan_release, hold=True))
     reserve = staticmethod(reserve)
     give_back_reserved = staticmethod(ms.give_back_reserved)
     status = staticmethod(ms.status)

@@ -248,9 +248,9 @@ class Lifecycle:
                     return
 
     def pause(self, mode: DrainMode, timeout_s: float, *, asleep: bool = False) -> None:
-        """Stop generating until ``continue_generation``; memory stays resident. Blocks for the drain. ``asleep``:
-        report the pause as ``is_sleeping``. Raises DrainTimeoutError if requests still run, and generation is as
-        before, or PauseEndedError if generation was continued meanwhile."""
+        """Stop generating until ``continue_generation``; memory stays resident. Returns after the drain. ``asleep``:
+        report the pause as ``is_sleeping``. Raises DrainTimeoutError if requests still run after ``timeout_s``:
+        generation is then as before. Raises PauseEndedError if generation was continued meanwhile."""
         with self._admission.pausing(asleep=asleep):
             self._engine.drain(timeout_s, mode)
 
@@ -261,10 +261,10 @@ class Lifecycle:
 
     @contextmanager
     def writing(self, tag: str = "weights") -> Iterator[None]:
-        """Have the block write the content of ``tag`` in place; no release or resume overlaps it. Blocks. What a
-        release had discarded counts as written afterwards, unless the block raised, or the engine says that weights are
-        still missing. The block is not run, and this raises, if the tag is released (NotResidentError), or if an
-        operation stalls or another update has not ended (MemoryBusyError)."""
+        """Run the block, which writes the content of ``tag`` in place, while no release or resume runs. Waits for the
+        one in progress. Afterwards what a release had discarded counts as written, unless the block raised or the
+        engine says that weights are still missing. Raises, without running the block, NotResidentError if the tag is
+        released, and MemoryBusyError if an operation stalls or another update has not ended."""
         while not self._moving.acquire(timeout=self._phase_timeout_s):
             if self._updating:
                 raise self._update_too_long("nothing was written")

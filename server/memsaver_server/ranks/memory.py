@@ -66,9 +66,9 @@ class Steps:
         return [answer.plan or Plan() for answer in answers]
 
     def take(self, name: str, phase: Phase, act: Act, undo: Act) -> None:
-        """Have every rank do ``act``, in a step that messages call ``name``; ``undo`` takes it back on the ranks on
-        which it did anything. Raises GroupFailedError if the ranks have failed; or MemsaverError, and all are as before
-        the operation."""
+        """Have every rank do ``act``; ``name`` stands for this step in messages. If it fails on a rank, ``undo`` takes
+        it back on the ranks that did anything, and so do the undos of earlier steps. Raises MemsaverError: all is as
+        before the operation. Raises GroupFailedError if the ranks have failed, or cannot undo it."""
         self.phase, self._group.step = phase.value, name
         self._undo.append((name, undo))
         try:

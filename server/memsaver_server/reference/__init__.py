@@ -1,6 +1,3 @@
-"""The reference engine: serves a Hugging Face causal language model, in one process or one for each rank.
-
-It is a plain loop and does not use transformers' ``ContinuousBatchingManager``: that allocates its cache in its own
-thread and captures graphs into its own pool, where no region applies, cannot stop between two steps to freeze requests,
-and computes a prompt in shapes that depend on the other requests, so that tokens would not repeat bit by bit.
-"""
+"""The reference engine: serves a Hugging Face causal language model, in one process or one for each rank. It does not
+use transformers' ``ContinuousBatchingManager``. That allocates its cache in its own thread, where no region applies,
+and cannot stop between two steps. Its prompts have shapes that depend on other requests, so tokens would not repeat."""

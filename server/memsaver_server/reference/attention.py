@@ -1,7 +1,5 @@
-"""Attention over a static cache of slots: each request has a slot, each row of a batch its own position.
-
-transformers' ``StaticCache`` has one position for all rows of a batch.
-"""
+"""Attention over a static cache of slots. Each request has a slot, and each row of a batch its own position; in
+transformers' ``StaticCache`` all rows of a batch have the same position."""
 
 from __future__ import annotations
 
@@ -21,11 +19,9 @@ Pair = tuple[Tensor, Tensor]
 
 
 class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
-    """Keys and values of all slots, per layer ``[slots, heads, length, dim]``, and scratch for a batch of them, which
-    layers of one shape may share.
-
-    The slots of a batch are given as a tensor, so that one captured graph serves any of them.
-    """
+    """Keys and values of all slots: per layer ``[slots, heads, length, dim]``, and scratch memory for a batch, which
+    layers of one shape may share. The slots of a batch are given as a tensor, so that one captured graph serves any of
+    them."""
 
     def __init__(self, layers: Sequence[Pair], scratch: Sequence[Pair]) -> None:
         super().__init__(layers=[])
@@ -50,8 +46,8 @@ class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
 
 
 def distances(positions: Tensor, length: int) -> Tensor:
-    """Return how many positions each cached one is before each query, ``[batch, 1, tokens, length]``; negative: after.
-    It is passed as the attention mask, which transformers hands on unchanged."""
+    """Return how many positions each cached key is before each query, ``[batch, 1, tokens, length]``; negative if it is
+    after. transformers passes it on unchanged as the attention mask."""
     cached = torch.arange(length, device=positions.device, dtype=torch.int32)
     return positions.to(torch.int32)[:, None, :, None] - cached
 
@@ -67,9 +63,9 @@ def slot_attention(
     sliding_window: int | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Implement transformers' attention interface; ``attention_mask`` is what `distances` returns. Raises
-    NotImplementedError for a kind of attention that this is not. Query heads that share a key head are stacked along
-    the query axis, so that keys and values are not repeated."""
+    """Compute attention as transformers' interface defines it; ``attention_mask`` is what ``distances`` returns. Query
+    heads that share a key head are stacked along the query axis, so that keys and values are not repeated. Raises
+    NotImplementedError if the model needs another kind of attention."""
     for unsupported in ("s_aux", "position_bias"):
         if other.get(unsupported) is not None:
             raise NotImplementedError(f"{type(module).__name__} passes {unsupported}, which slots do not support")

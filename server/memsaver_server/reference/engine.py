@@ -23,15 +23,14 @@ from memsaver_server.reference.scheduler import Scheduler
 
 class TransformersEngine(Scheduler):
     """Implements ``GeneratingEngine``, ``UpdatableEngine`` and ``VerifiableEngine`` by transformers, with weights, KV
-    cache, graphs and workspaces in regions. Close it when done; the interpreter's exit closes it too. If there are
-    several ranks, ``memory`` is that of all; rank 0 is this process, and starts the others."""
+    cache, graphs and workspaces in regions. The interpreter's exit closes it, too. If there are several ranks, this
+    process is rank 0 and starts the others, and ``memory`` is that of all."""
 
     name = "transformers"
 
     def __init__(self, model: str | Path | None = None, **given: Any) -> None:
         """Load the model and capture its graphs; return once requests can be served. For ``given`` and ValueError see
-        ``Options``. Raises RuntimeError if a graph cannot be captured, RanksFailedError if a rank ends or does not
-        answer."""
+        ``Options``. Raises RuntimeError if a graph cannot be captured, RanksFailedError if a rank ends or is silent."""
         options = Options(model, **given)
         self.device = options.device_of(0)
         self.model_name = str(options.path) if options.random_weights or model else options.path.name
@@ -95,7 +94,7 @@ class TransformersEngine(Scheduler):
         abort_all_requests: bool = False,
     ) -> int:
         """As above, with one payload for all ranks: base64 of a **safetensors** image of whole tensors. The pickles
-        that SGLang's clients send are refused, as reading one runs code of its sender."""
+        that SGLang's clients send are refused: reading one runs code of its sender."""
         return self._update(flush_cache, abort_all_requests, payload=serialized_named_tensors, load_format=load_format)
 
     # For programs in this process.

@@ -54,15 +54,13 @@ _OFF = ("NCCL_GRAPH_REGISTER", "NCCL_NVLS_ENABLE", "TORCH_NCCL_ASYNC_ERROR_HANDL
 _UNANSWERED = ("compute", "repair")
 
 
-class RanksFailedError(MemsaverError):
+class RanksFailedError(MemsaverError, kind="ranks_failed"):
     """A rank's process has ended or hangs, or a step failed on a rank. The engine has to be restarted."""
-
-    kind = "ranks_failed"
 
 
 class RankGroup:
-    """The processes of ranks 1 and up. ``failed`` is done, with the reason, once the ranks can compute nothing more;
-    ``memory`` is that of all ranks, set once they are loaded."""
+    """The processes of ranks 1 and up, and ``memory``, that of all ranks, set once they are loaded. ``failed`` is done,
+    with the reason, once the ranks can compute nothing more."""
 
     memory: RankMemory
 
@@ -241,11 +239,9 @@ class LeadingRunner(ModelRunner):
 
 
 def _answer_for(runner: ModelRunner) -> Callable[[Plain], Any]:
-    """Return the function by which a rank with ``runner`` answers a message; None is no answer.
-
-    An error of ``read_update`` is the answer. Any other is raised, and ends the rank's process: it would no longer be
-    at the same step as the other ranks.
-    """
+    """Return the function by which a rank with ``runner`` answers a message; None is no answer. An error of
+    ``read_update`` is the answer. Any other is raised, and ends the rank's process: it is no longer at the others'
+    step."""
     rank = Rank()
 
     def answer(message: Plain) -> Plain | None:
@@ -283,8 +279,8 @@ def _in_group() -> bool:
 
 
 def main(path: str, meeting: str, pickled: str, number: str) -> None:
-    """Make the runner of one rank, and call the methods that rank 0 sends until rank 0 closes the connection. Ends at
-    once with rank 0's process, even in the middle of a step."""
+    """Make the runner of one rank, and call the methods that rank 0 sends until it closes the connection. Ends at once
+    with rank 0's process, even in the middle of a step."""
     for ignored in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager: rank 0 ends this process
         signal.signal(ignored, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), name="memsaver-parent", daemon=True).start()

@@ -67,14 +67,9 @@ class Sampling(BaseModel, frozen=True):
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and its output so far, together ``ids``. Once submitted, only the scheduler changes it.
-
-    Attributes:
-        cached: for how many of the ids the slot holds keys and values.
-        reused: for how many of the prompt's it held them before the request came.
-        slot: its slot, or -1 while it has none.
-        finish: SGLang's ``finish_reason``, or the error that answers it; None while it has not ended.
-    """
+    """A prompt and its output so far, together ``ids``. Once submitted, only the scheduler changes it. Its ``slot``
+    (-1: none) holds keys and values of the first ``cached`` ids; of ``reused`` it held them before the request came.
+    ``finish`` is SGLang's ``finish_reason``, or the error that answers it; None while it has not ended."""
 
     prompt: list[int]
     sampling: Sampling

@@ -31,35 +31,19 @@ Row = tuple[int, int, list[int]]
 
 @dataclass
 class Options:
-    """What an engine serves, and how.
+    """What an engine serves, and how. Raises ValueError if an option is invalid; it says which, and what is valid."""
 
-    Attributes:
-        model: a checkpoint folder (config.json and safetensors); None: a small built-in Qwen2.
-        random_weights: a config.json to serve with random weights, instead of ``model``.
-        device: rank 0's; on CUDA the ranks have consecutive devices, on the host all have the same. None: the first one
-            of memsaver's driver.
-        dtype: of weights and KV cache; None: the checkpoint's.
-        kv_cache_bytes: of each rank; None: 1 GiB on a GPU, 64 MiB on the host.
-        max_len: tokens of prompt and output together, per request; None: 2048 on a GPU, 512 on the host.
-        batch_sizes: numbers of requests that are computed at once; other numbers are padded to the next of these.
-        enforce_eager: run without CUDA graphs.
-        seed: of the random weights.
-        tensor_parallel: the number of ranks among which the model is divided.
-
-    Raises:
-        ValueError: an option is invalid; the message says which, and what is valid.
-    """
-
-    model: str | Path | None = None
-    random_weights: str | Path | None = None
+    model: str | Path | None = None  # a checkpoint folder (config.json, safetensors); None: a small built-in Qwen2
+    random_weights: str | Path | None = None  # a config.json to serve with random weights, instead of ``model``
+    #: Rank 0's; on CUDA the ranks have consecutive ones, on the host all the same. None: memsaver's first one.
     device: torch.device | str | None = None
-    dtype: torch.dtype | None = None
-    kv_cache_bytes: int | None = None
-    max_len: int | None = None
-    batch_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)
-    enforce_eager: bool = False
-    seed: int = 0
-    tensor_parallel: int = 1
+    dtype: torch.dtype | None = None  # of weights and KV cache; None: the checkpoint's
+    kv_cache_bytes: int | None = None  # of each rank; None: 1 GiB on a GPU, 64 MiB on the host
+    max_len: int | None = None  # tokens of prompt and output, per request; None: 2048 on a GPU, 512 on the host
+    batch_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)  # requests computed at once; padded to the next of these
+    enforce_eager: bool = False  # run without CUDA graphs
+    seed: int = 0  # of the random weights
+    tensor_parallel: int = 1  # ranks among which the model is divided
 
     def __post_init__(self) -> None:
         if self.model is not None and self.random_weights is not None:
@@ -81,23 +65,18 @@ class Options:
 
 
 class ModelRunner:
-    """A model, its slots, and the static inputs and outputs of its steps, each in its region.
-
-    Prompts are computed in chunks of one shape, next tokens in batches of a few shapes, padded with rows on a spare
-    slot. On a CUDA device each shape is captured as a graph once.
+    """A model, its slots, and the static inputs and outputs of its steps, each in its region. Prompts are computed in
+    chunks of one shape, next tokens in batches of a few shapes, padded with rows on a spare slot. On a CUDA device each
+    shape, (rows, tokens of each), is captured once, in ``graphs``. ``logits`` are those of each row's next token in the
+    last step. ``unwritten_weights`` names the parameters that no update has written since their content was discarded.
 
     Only the thread that makes a runner may use it: regions apply to one thread, and so does a cuBLAS handle, whose
     workspace is in a region.
-
-    Attributes:
-        graphs: by shape: the rows, and the tokens of each.
-        logits: of the last step; each row's are those of its next token.
-        unwritten_weights: names of the parameters that no update has written since their content was discarded.
     """
 
     def __init__(self, options: Options, rank: int = 0) -> None:
-        """Load the model and capture its graphs; if there are several ranks, all do so at the same time. Raises
-        ValueError if the options do not fit the model, RuntimeError if a graph cannot be captured."""
+        """Load the model and capture its graphs; several ranks do so at the same time. Raises ValueError if the options
+        do not fit the model, RuntimeError if a graph cannot be captured."""
         self.ranks = options.tensor_parallel
         self._device = options.device_of(rank)
         on_gpu = self._device.type == "cuda"

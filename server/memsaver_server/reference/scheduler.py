@@ -17,6 +17,7 @@ import torch
 from memsaver_core import MemsaverError, hibernation
 from memsaver_core.contract.errors import AdmissionClosedError, DrainTimeoutError
 from memsaver_core.contract.requests import DrainMode
+from memsaver_core.rendezvous import settle
 from memsaver_server.engine import DRAIN_POLL_S, check_drain_mode, never
 from memsaver_server.reference.requests import Request
 from memsaver_server.reference.runner import ModelRunner
@@ -29,15 +30,12 @@ _Result = TypeVar("_Result")
 _LAST_STEP_S = 30.0
 
 
-class EngineDeadError(MemsaverError):
+class EngineDeadError(MemsaverError, kind="engine_dead", status=503):
     """The engine can compute nothing more. Nothing was computed."""
-
-    kind = "engine_dead"
-    status = 503
 
 
 class SlotTable:
-    """The slots, and the prefixes that they hold. Only whole chunks are reused: a chunk is always computed in the same
+    """The slots, and the prefixes that they hold. Only whole chunks are reused. A chunk is always computed in the same
     shape at the same position, so a reused one is bit by bit what computing it again would give."""
 
     def __init__(self, slots: int, chunk: int) -> None:
@@ -46,8 +44,8 @@ class SlotTable:
         self.free = list(range(slots))  # in the order of their return
 
     def take(self, ids: Sequence[int]) -> tuple[int, int]:
-        """Take the free slot that holds most of the beginning of ``ids``, else an empty one, else the least recently
-        used; return it and how many of the ids it holds. At least one is left, which gives the next token."""
+        """Take a free slot: the one that holds most of the beginning of ``ids``, else an empty one, else the least
+        recently used. Return it, and how many of the ids it holds: never all, as the last one gives the next token."""
         best = max(self.free, key=lambda slot: (self._common(slot, ids), not self._held[slot]))
         self.free.remove(best)
         self._held[best] = self._held[best][: self._common(best, ids)]
@@ -69,11 +67,9 @@ class SlotTable:
 
 
 class Scheduler:
-    """Continuous batching on one thread, which also makes the runner: the part of ``Engine`` that needs no model.
-
-    An accepted request is in flight until it is answered, with or without a slot. After a drain nothing is computed
-    until admission opens: this is checked before every step, so that no step touches released memory.
-    """
+    """Continuous batching on one thread, which also makes the runner: the part of ``Engine`` that needs no model. An
+    accepted request is in flight until it is answered, with or without a slot. After a drain nothing is computed until
+    admission opens: this is checked before every step, so that no step touches released memory."""
 
     def __init__(
         self,
@@ -268,10 +264,7 @@ class Scheduler:
                     return self._failure
                 work, future = self._calls.popleft() if self._calls else (partial(self._compute, chosen), Future())
                 self._busy = True
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
+            settle(future, work)
             with self._changed:
                 self._busy = False
                 self._sweep()

@@ -1,8 +1,5 @@
-"""Weights, from a checkpoint, a random generator or an update, and the part of them that one rank holds.
-
-transformers' own tensor parallelism is not used: it divides a model only while it loads a checkpoint, so neither random
-weights nor updates, and its functions differ between the supported versions.
-"""
+"""Weights, from a checkpoint, a random generator or an update, and the part of them that one rank holds. transformers'
+own tensor parallelism divides a model only while it loads a checkpoint, and differs between the supported versions."""
 
 from __future__ import annotations
 
@@ -40,11 +37,9 @@ _WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
 
 @dataclass(frozen=True)
 class Partition:
-    """The part of a model that ``rank`` of ``ranks`` holds.
-
-    ``dims`` has the dimension along which a tensor is divided, by its name. -1: it is not divided, but added in a sum
-    over the ranks; rank 0 holds it, and the others zeros. A tensor that is not named is whole on each rank.
-    """
+    """The part of a model that ``rank`` of ``ranks`` holds. ``dims`` has the dimension along which a tensor is divided,
+    by its name. -1: it is added in a sum over the ranks; rank 0 holds it, and the others zeros. A tensor that is not
+    named is whole on each rank."""
 
     rank: int
     ranks: int
@@ -142,10 +137,8 @@ def load_config(path: Path) -> Any:
 
 
 def load_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> Any:
-    """Return the whole causal language model in ``folder``; raise ValueError if that has none that can be served.
-
-    It is in host memory, as transformers loads tensors in other threads, to which a region does not apply.
-    """
+    """Return the whole causal language model in ``folder``; raise ValueError if that has none that can be served. It is
+    in host memory: transformers loads tensors in other threads, to which a region does not apply."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a checkpoint folder: it has no config.json")
     try:
@@ -194,10 +187,8 @@ def _ready(model: Any) -> Any:
 
 
 def fill_random(model: Any, seed: int, partition: Partition = WHOLE) -> None:
-    """Fill in seeded weights, large enough that greedy output varies: else, equal outputs would prove little.
-
-    Each rank draws the numbers of the whole model, and keeps those of its part.
-    """
+    """Fill in seeded weights, large enough that greedy output varies: else, equal outputs would prove little. Each rank
+    draws the numbers of the whole model, and keeps those of its part."""
     embedding = model.get_input_embeddings().weight
     generator = torch.Generator(embedding.device).manual_seed(seed)
     with torch.no_grad():

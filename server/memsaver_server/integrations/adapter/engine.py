@@ -1,10 +1,9 @@
 """Engines that are a scheduler with an event loop on each rank: the ``Engine`` over the first rank's scheduler, and the
 memory of all ranks as one.
 
-The ranks iterate together: each iteration begins with a broadcast of what rank 0 received, which every rank then
-processes. What all ranks must do in the same iteration, the engine's own requests and our commands, is therefore sent
-as further items of that broadcast. If a scheduler's method were called on rank 0 alone, the ranks would compute
-different batches, and hang in the first collective.
+The ranks iterate together. Each iteration begins with a broadcast of what rank 0 received, which every rank processes.
+What all ranks must do in the same iteration is sent in that broadcast: the engine's own requests and our commands. A
+method called on rank 0 alone would make the ranks compute different batches, and hang in the first collective.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from memsaver_core.contract.requests import MemoryRequest, Release, Resume, Tagg
 from memsaver_core.ranks.connection import Listener, SocketChannel, serve
 from memsaver_core.ranks.protocol import Introduce, Plain, Request
 from memsaver_core.ranks.rank import Rank, Result
+from memsaver_core.rendezvous import settle
 from memsaver_server.engine import LOCAL_MEMORY, Engine, Memory, never
 from memsaver_server.integrations.adapter.calls import is_done
 from memsaver_server.ranks import RankMemory
@@ -68,8 +68,8 @@ class LateError(MemsaverError):
 
 @dataclass(frozen=True)
 class Group:
-    """The processes of an engine, and this one's place among them: ``ranks`` are their numbers in torch's default
-    process group, of which the first receives the engine's requests; ``cpu_group`` is torch's group of all, for host
+    """The processes of an engine. ``ranks`` are their numbers in torch's default process group; the first receives the
+    engine's requests. ``rank_in_group`` is this process's place among them, ``cpu_group`` torch's group of all for host
     memory."""
 
     world_size: int
@@ -80,10 +80,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Command:
-    """A call of the method ``name`` of ``Scheduler`` on every rank; of none if that is empty, which is a barrier.
-
-    Commands are numbered from 1. The number 0 is for those that nobody waits for.
-    """
+    """A call of ``Scheduler``'s method ``name`` on every rank; with an empty name nothing is called: a barrier. Numbers
+    begin at 1; 0 is for commands that nobody waits for."""
 
     number: int
     name: str
@@ -91,14 +89,9 @@ class Command:
 
 
 class Scheduler(ABC):
-    """What memsaver needs of an engine's scheduler. Each engine has a derived class, which alone knows the engine.
-
-    Methods that return nothing may be commands, which are carried out in the scheduler's thread.
-
-    Attributes:
-        engine: the engine's name, which in lower case is also that of its page in ``docs/``.
-        own: the engine's own object.
-    """
+    """What memsaver needs of an engine's scheduler. Each engine has a derived class, which alone knows the engine's own
+    object, ``own``. ``engine`` is its name, and in lower case that of its page in ``docs/``. Methods that return
+    nothing may be commands, which are carried out in the scheduler's thread."""
 
     engine: ClassVar[str]
 
@@ -120,8 +113,8 @@ class Scheduler(ABC):
         """Yield the reasons why it cannot be served; ``service``: see ``check``."""
 
     def check(self, *, service: bool = False) -> None:
-        """Raise ConfigurationError, with the reason, if this scheduler cannot be served; ``service``: whether a service
-        is to release the engine's memory, or only the engine's own calls."""
+        """Raise ConfigurationError, with the reason, if this scheduler cannot be served. With ``service``, a service is
+        to release the engine's memory; else only the engine's own calls do."""
         if missing := self.missing():
             raise ConfigurationError(
                 f"this version of {self.engine} cannot be served: it has no {', '.join(missing)}; "
@@ -191,8 +184,8 @@ def lacking(owner: Any, paths: Iterable[str], prefix: str) -> list[str]:
 
 
 def memory_obstacles(saves_memory: bool, module: str) -> Iterator[str]:
-    """Yield the reasons why the memory of an engine cannot be released: ``saves_memory`` says whether it is in regions
-    of ``torch_memory_saver``, which the engine's ``module`` imports."""
+    """Yield the reasons why the memory of an engine cannot be released. ``saves_memory``: it is in regions of
+    torch_memory_saver. ``module``: the engine's module that imports torch_memory_saver."""
     if not ms.enabled():
         return
     if not saves_memory:
@@ -251,22 +244,17 @@ class EventLoop:
         return process([each for each in received if not isinstance(each, Command)])
 
     def _carry_out(self, command: Command) -> None:
+        call = partial(getattr(self.scheduler, command.name), *command.arguments) if command.name else lambda: None
         if not command.number:
-            getattr(self.scheduler, command.name)(*command.arguments)
+            call()
             return
         self._done = command.number
-        result = self._results.setdefault(command.number, Future())
-        try:
-            if command.name:
-                getattr(self.scheduler, command.name)(*command.arguments)
-            result.set_result(None)
-        except Exception as error:
-            result.set_exception(error)
+        settle(self._results.setdefault(command.number, Future()), call)
         self._results.pop(command.number - RESULTS, None)
 
 
 class LeadingLoop(EventLoop):
-    """The event loop of rank 0, which receives and admits requests for all ranks; ``failure()`` says why they have
+    """The event loop of rank 0, which receives and admits requests for all ranks. ``failure()`` says why these have
     failed. Any thread may call its methods, except those below the comment "In the scheduler's thread"."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -302,9 +290,9 @@ class LeadingLoop(EventLoop):
         self.send(Command(0, name, arguments))
 
     def run(self, name: str, *arguments: Any, over: threading.Event | None = None) -> int:
-        """Have every rank carry out a command; return its number once this rank has carried it out, which begins its
-        next iteration only once ``over`` is set. Raises what the command raised here, LateError after ``COMMAND_S``, or
-        MemsaverError if the event loop ended first, or the ranks have failed."""
+        """Have every rank carry out a command; return its number once this rank has. If ``over`` is given, this rank
+        begins its next iteration only after that is set. Raises what the command raised here, LateError after
+        ``COMMAND_S``, or MemsaverError if the event loop ended first, or the ranks have failed."""
         done: Future[None] = Future()
         with self._numbering:
             self._last += 1
@@ -321,8 +309,8 @@ class LeadingLoop(EventLoop):
 
     @contextmanager
     def standstill(self) -> Iterator[int]:
-        """Keep every rank between two iterations while the block runs; gives the number of the command that stops them.
-        This rank does not begin its next broadcast, so all others wait in it."""
+        """Keep every rank between two iterations during the block; yield the number of the command that stops them.
+        This rank does not begin its next broadcast, so all others wait for it."""
         over = threading.Event()
         try:
             yield self.run("", over=over)
@@ -351,18 +339,12 @@ class LeadingLoop(EventLoop):
         """Called once the scheduler has processed what it received."""
 
     def handle(self, received: Sequence[Any]) -> list[Any]:
-        """Return what is broadcast in place of ``received``. Called once in each iteration.
-
-        Requests are held or refused here, before they reach the other ranks.
-        """
+        """Return what is broadcast in place of ``received``. Called once in each iteration. Requests are held or
+        refused here, before they reach the other ranks."""
         while self._pending:
             future, work = self._pending.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                settle(future, work)
         outgoing = [self._outgoing.popleft() for _ in range(len(self._outgoing))]
         return [*outgoing, *self.take(received)]
 
@@ -380,19 +362,13 @@ class LeadingLoop(EventLoop):
 
 
 class IdleRest:
-    """Lets the thread that receives requests rest while there is nothing to do, until a message or a call of ``wake``.
-
-    By itself a scheduler's event loop never sleeps, and each step of another thread of the process waits up to 5 ms for
-    the interpreter's lock (Python's switch interval).
-
-    Attributes:
-        poller: waits for a message or ``wake``; None if the scheduler does not receive from sockets of ZeroMQ.
-    """
+    """Lets the scheduler's thread sleep while there is nothing to do, until a message comes or ``wake`` is called.
+    Without it the event loop never sleeps, and other threads wait up to 5 ms for the interpreter's lock (Python's
+    switch interval) at each step. ``poller`` waits for both; it is None if the scheduler's sockets are not ZeroMQ's."""
 
     def __init__(self, sockets: Sequence[Any], nothing_to_do: Callable[[], bool], iterations: int = 1) -> None:
-        """``sockets`` are those that the scheduler receives from; None is left out. ``nothing_to_do()``, called in its
-        thread, says whether an iteration would do nothing; ``iterations`` of those are needed after its last work
-        before it may rest."""
+        """``sockets`` are those that the scheduler receives from, or None. ``nothing_to_do()``, called in its thread,
+        says whether an iteration would do nothing. The thread rests after more than ``iterations`` such iterations."""
         self._nothing_to_do = nothing_to_do
         self._settling = iterations
         self._idle = 0
@@ -424,16 +400,10 @@ class _NotWrittenError(Exception):
 
 
 class LoopEngine(LeadingLoop, Engine):
-    """The engine on rank 0; each other rank calls ``join``.
-
-    A scheduler is touched only in its own thread, once per iteration of its event loop: there the service's work is
-    done on every rank, between two batches. The memory calls and weight updates of the engine's HTTP server, or of its
-    class ``Engine``, are taken out of what the scheduler receives, and the service's lifecycle carries them
-    out.
-
-    Attributes:
-        unwritten_weights: see ``memsaver_server.engine.unwritten_weights``.
-    """
+    """The engine on rank 0; each other rank calls ``join``. A scheduler is touched only in its own thread, once per
+    iteration of its event loop: there the service's work is done on every rank, between two batches. Memory calls and
+    weight updates of the engine's own server or class are taken out of what the scheduler receives; the service's
+    lifecycle carries them out. ``unwritten_weights``: see ``memsaver_server.engine.unwritten_weights``."""
 
     scheduler_class: ClassVar[type[Scheduler]]
     _takes_calls = False
@@ -459,8 +429,7 @@ class LoopEngine(LeadingLoop, Engine):
     # Methods of ``Engine``.
 
     def flush_cache(self) -> None:
-        """See ``Engine``. In a hibernated process the scheduler's own flush would wait for the device, so it is done
-        after the wake-up."""
+        """See ``Engine``. In a hibernated process the flush would wait for the device; it is done after the wake-up."""
         if self.memory.status().hibernated:
             self._flush_at_repair = True
         else:
@@ -482,9 +451,9 @@ class LoopEngine(LeadingLoop, Engine):
         undo: Callable[[], None] = lambda: None,
         given_up: Callable[[], bool] = never,
     ) -> None:
-        """Call ``begin`` at once, and ``then`` once no request is in flight, before another one enters; return after
-        that. After ``timeout_s``, or if it is given up, call ``undo`` instead and raise DrainTimeoutError. All three
-        run in the scheduler's thread."""
+        """Call ``begin`` at once. Call ``then`` once no request is in flight, before another one enters, and return.
+        After ``timeout_s``, or if it is given up, call ``undo`` instead and raise DrainTimeoutError. All three run in
+        the scheduler's thread."""
         begun_at = time.monotonic()
         done: Future[None] = Future()
         still = (done, then)
@@ -558,11 +527,9 @@ class LoopEngine(LeadingLoop, Engine):
         self._answer(request, error)
 
     def _update(self, request: Any) -> None:
-        """Have the engine write weights while no release or resume runs, and note whether it did.
-
-        An update may take several requests, of which nothing marks the last: each counts as the whole update. Clients
-        resume the KV cache, or continue generation, only after the last one.
-        """
+        """Have the engine write weights while no release or resume runs, and note whether it did. An update may take
+        several requests, and nothing marks the last, so each counts as the whole update. Clients resume the KV cache,
+        or continue generation, only after the last one."""
         answered: Future[Any] = Future()
         try:
             with suppress(_NotWrittenError), self._lifecycle.writing():
@@ -589,7 +556,7 @@ def answer_to(request: Any) -> str:
 
 
 class SchedulerRank(Rank):
-    """Answers messages of the rank protocol. With each comes the number of the command that this rank must have done
+    """Answers messages of the rank protocol. Each comes with the number of a command, which this rank must have done
     before it answers."""
 
     def __init__(self, loop: EventLoop) -> None:
@@ -637,8 +604,8 @@ class SchedulerMemory(RankMemory):
             super().give_back_reserved()
 
     def run(self, name: str, *arguments: Any) -> None:
-        """Have every rank carry out a command, after the operation in progress, which has its own limits of time.
-        Raises MemsaverError if it fails on some rank, or the event loop has ended."""
+        """Have every rank carry out a command, after the operation in progress. Raises MemsaverError if it fails on
+        some rank, or the event loop has ended."""
         with self._asking:
             self.raise_if_failed()
             with self._failing_if_late():
@@ -662,8 +629,8 @@ class SchedulerMemory(RankMemory):
 
     @contextmanager
     def _asking_after(self, number: int) -> Iterator[None]:
-        """Have each rank carry out the messages that are sent inside the block once it has done command ``number``. The
-        caller holds the lock."""
+        """Have each rank do command ``number`` before it carries out the messages of the block. The caller holds the
+        lock."""
         self._after = number
         try:
             yield
@@ -680,7 +647,7 @@ class SchedulerMemory(RankMemory):
 
 
 def gather(group: Group, loop: LeadingLoop) -> SchedulerMemory:
-    """Return the memory of all ranks. Called on the first one. Raises MemsaverError if another did not ``join`` in
+    """Return the memory of all ranks; for the first rank. Raises MemsaverError if one does not ``join`` in
     ``CONNECT_S``."""
     listener = Listener(group.world_size, first=0)
     _shared(group, listener.path)
@@ -689,7 +656,7 @@ def gather(group: Group, loop: LeadingLoop) -> SchedulerMemory:
 
 
 def join(scheduler: Scheduler) -> None:
-    """Have ``scheduler`` do what the first rank, which is another, sends, until that closes the connection."""
+    """Have ``scheduler`` do what the first rank, in another process, sends, until that closes the connection."""
     _answer(scheduler.group, EventLoop(scheduler), _shared(scheduler.group, ""))
 
 

@@ -61,9 +61,9 @@ class Plugin:
 
     def attach(self, scheduler: Any, *, settings: Settings | None = None, **options: Any) -> Attachment:
         """Serve the engine's own ``scheduler`` from a thread of its process; ``settings`` and ``options`` as for
-        ``memsaver_server.attach``. Call it before the event loop runs, on the first rank of an engine that was started
-        with ``--enable-memory-saver``, while all other ranks call ``follow``. Raises ConfigurationError if this
-        scheduler cannot be served or is not the first rank's, or the address cannot be bound."""
+        ``memsaver_server.attach``. Call it before the event loop runs, on the first rank of an engine started with
+        ``--enable-memory-saver``, while all other ranks call ``follow``. Raises ConfigurationError if this scheduler
+        cannot be served or is not the first rank's, or the address cannot be bound."""
         return _attach(self._lead(scheduler, service=True, attached=True), settings, **options)
 
     def follow(self, scheduler: Any) -> None:
@@ -92,7 +92,7 @@ class Plugin:
             yield
 
     def _lead(self, scheduler: Any, *, service: bool, attached: bool = False) -> Any:
-        """On the first rank return the engine. On another have it do what the first rank sends, and return None, or
+        """Return the engine on the first rank. On another have it do what the first rank sends, and return None, or
         raise ConfigurationError if it shall be ``attached``."""
         from memsaver_server.integrations.adapter.engine import join
 

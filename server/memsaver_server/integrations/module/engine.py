@@ -40,16 +40,14 @@ _Place = tuple[str, Policy, torch.device]
 
 class ModuleEngine(Gate):
     """An engine over modules that a program calls by itself: in a denoising loop, an embedding model, an encoder.
-
-        engine = ModuleEngine(model)
-        server = attach(engine)
+    ``server = attach(ModuleEngine(model))`` serves it.
 
     Parameters and persistent buffers move under the tag ``weights``. What is in no state dict (other buffers, tensors
-    in plain attributes) moves under ``buffers``, whose content is kept, too, and what ``workspaces`` names under
+    in plain attributes) moves under ``buffers``, whose content is kept, too; what ``workspaces`` names moves under
     ``workspace``. The tensor objects stay, but their addresses change this once: attach before a graph captures them.
 
-    Each call of a module is a request of the gate: a release waits for it, and while memory is released it is refused,
-    or held if the service is set up for that. A call inside a request or another call belongs to that one. Put all else
+    Each call of a module is a request of the gate. A release waits for it; while memory is released it is refused, or
+    held if the service is set up for that. A call inside a request or another call belongs to that one. Put all else
     that touches the modules' memory, such as the replay of a graph, inside ``with engine.request():``.
     """
 
@@ -63,22 +61,15 @@ class ModuleEngine(Gate):
         workspaces: str | Iterable[str] = (),
         workspace_restore: Policy = None,
     ) -> None:
-        """Move what the modules hold, and gate their calls. Nothing may use the modules meanwhile.
+        """Move what the modules hold, and gate their calls. Nothing may use the modules meanwhile. Give the modules
+        that the program calls, on their device; if it calls what ``torch.compile`` or a wrapper returned, give that.
+        ``workspaces`` are patterns (``*.scratch``) of names of buffers and tensor attributes whose content is not
+        needed from one call to the next. ``workspace_restore`` is their restore policy, by default ``zero``.
 
-        Args:
-            module: a module that the program calls, on its device. If the program calls what ``torch.compile`` or a
-                wrapper returned, give that.
-            others: further modules.
-            workspaces: patterns (``*.scratch``) of names of buffers and tensor attributes whose content is not needed
-                from one call to the next.
-            workspace_restore: their restore policy; ``zero`` by default.
-
-        Raises:
-            ConfigurationError: a module has parameters on the meta device, or where memsaver manages nothing, a pattern
-                matches nothing, a ``forward`` is a coroutine, or this process has another such engine. Nothing has
-                changed.
-            torch.OutOfMemoryError: the device lacks room to move the next tensors. The modules work as before, with
-                some tensors in regions; try again.
+        Raises ConfigurationError if a module has parameters on the meta device, or where memsaver manages nothing.
+        Raises it, too, if a pattern matches nothing, a ``forward`` is a coroutine, or this process has another such
+        engine. Nothing has changed then. Raises torch.OutOfMemoryError if the device lacks room to move the next
+        tensors: the modules work as before, with some tensors in regions; try again.
         """
         patterns = [workspaces] if isinstance(workspaces, str) else list(workspaces)
         modules = tuple({id(each): each for each in (module, *others)}.values())
@@ -99,14 +90,9 @@ class ModuleEngine(Gate):
 
     @contextmanager
     def request(self, name: str | None = None) -> Iterator[InFlightRequest]:
-        """Run the block inside the gate; calls of the modules in it belong to this one request.
-
-        This applies to calls in the block's thread or asyncio task, in tasks made inside the block, and in
-        ``asyncio.to_thread``; not in threads that the block starts.
-
-        Raises:
-            AdmissionClosedError: the gate is closed; the message says why.
-        """
+        """Run the block inside the gate; calls of the modules in it belong to this one request: those in the block's
+        thread or asyncio task, in tasks made inside the block, and in ``asyncio.to_thread``, but not in threads that
+        the block starts. Raises AdmissionClosedError if the gate is closed; the message says why."""
         with self._requests.request(name) as request:
             yield request
 
@@ -114,18 +100,11 @@ class ModuleEngine(Gate):
     def workspace(
         self, *, restore: ms.RestorePolicy | str = ms.RestorePolicy.HOST, device: int | None = None
     ) -> Iterator[None]:
-        """Put what the first calls create and keep under the tag ``workspace``, inside the block and in this thread.
-
-        Everything that is allocated inside gets the tag, also scratch memory of libraries, and on a GPU memory for
-        intermediate results stays under it. So make the smallest calls that create what is to be kept.
-
-        Args:
-            restore: the restore policy; ``host`` by default, as first calls may make tables besides scratch memory.
-            device: index of the device; needed if the modules are on several.
-
-        Raises:
-            ConfigurationError: ``device`` is missing.
-        """
+        """Put what the first calls create and keep under the tag ``workspace``, inside the block and in this thread:
+        all that is allocated there, also scratch memory of libraries and, on a GPU, memory for intermediate results. So
+        make the smallest calls that create what is to be kept. ``restore`` is the policy, by default ``host``, as first
+        calls may make tables, too. Raises ConfigurationError if the modules are on several devices and ``device``, an
+        index, is missing."""
         if device is None and len(self._devices) > 1:
             raise ConfigurationError(f"the modules are on the devices {self._devices}: name one, workspace(device=...)")
         index = device if device is not None or not self._devices else self._devices[0]
@@ -142,11 +121,8 @@ class ModuleEngine(Gate):
 
 
 class GatedForward:
-    """Replaces a module's ``forward``. Copies and pickles of the module have the original.
-
-    A pair of hooks would not do: after a KeyboardInterrupt the second one is not called, and code that was compiled
-    before does not run them.
-    """
+    """Replaces a module's ``forward``. Copies and pickles of the module have the original. A pair of hooks would not
+    do: after a KeyboardInterrupt the second one is not called, and code that was compiled before does not run them."""
 
     def __init__(self, requests: NestedRequests, module: nn.Module) -> None:
         self._requests = requests
@@ -264,8 +240,8 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[ModuleTensor]:
 
 
 def _check_memory(tensors: list[ModuleTensor]) -> None:
-    """Raise ConfigurationError if memsaver cannot manage the memory of some of ``tensors``, which the message names.
-    Host memory beside device memory is no error."""
+    """Raise ConfigurationError, with their names, if memsaver cannot manage the memory of some of ``tensors``. Host
+    memory beside device memory is no error."""
     managed = ms.torch_device().type
     for each in tensors:
         if isinstance(each.tensor, (UninitializedParameter, UninitializedBuffer)):
@@ -302,12 +278,10 @@ def _tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Te
 
 
 def _move(tagged: Iterable[tuple[ModuleTensor, str, Policy]]) -> None:
-    """Move each tensor under its tag and policy. The first of those that share memory decides for all of them.
-
-    Every other tensor of the process that shares the memory, for example in a state dict, moves along. What is under a
-    tag already stays, and so does host memory if memsaver manages a device's. After an error (the device may lack room
-    for a copy of what moves at once) some tensors have moved; each has its content, and the call can be repeated.
-    """
+    """Move each tensor under its tag and policy. The first of those that share memory decides for all of them. Every
+    other tensor of the process that shares the memory, for example in a state dict, moves along. What is under a tag
+    already stays, and so does host memory if memsaver manages a device's. After an error (the device may lack room for
+    a copy of what moves at once) some tensors have moved; each has its content, and the call can be repeated."""
     managed = ms.torch_device().type
     storages: dict[int, tuple[_Place, list[Tensor]]] = {}  # each with the tensors that share it
     left = []

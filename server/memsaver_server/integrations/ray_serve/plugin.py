@@ -33,11 +33,8 @@ _SLEEP = joined(vllm.Sleep, FleetRelease)
 
 
 class ModelRequest(BaseModel):
-    """The body of the calls, as Ray Serve LLM defines it.
-
-    Attributes:
-        options: fields of vLLM's sleep or wake-up, e.g. ``{"level": 2}`` or ``{"tags": ["weights"]}``.
-    """
+    """The body of the calls, as Ray Serve LLM defines it. ``options`` are fields of vLLM's sleep or wake-up, e.g.
+    ``{"level": 2}``."""
 
     model: str
     options: dict[str, Any] = {}
@@ -51,12 +48,10 @@ class Sleeping(BaseModel):
 
 
 class AtomicSleepMixin:
-    """``POST /sleep``, ``POST /wakeup`` and ``/is_sleeping`` of an ingress, through the fleet's coordinator.
-
-    The replicas are the engines whose ``register(..., model=MODEL_ID)`` names the model. Sleep and wake-up return a
+    """``POST /sleep``, ``POST /wakeup`` and ``/is_sleeping`` of an ingress, through the fleet's coordinator. The
+    replicas are the engines whose ``register(..., model=MODEL_ID)`` names the model. Sleep and wake-up return a
     ``FleetResult``, with status 200 if all replicas did it; 503 if not, and what was done is undone; 404 if no engine
-    has the model.
-    """
+    has the model."""
 
     #: The name of the fleet in which the replicas are registered.
     fleet = "default"

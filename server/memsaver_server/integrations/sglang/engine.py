@@ -158,8 +158,8 @@ class SglangScheduler(base.Scheduler):
         return bool(idle) and not self._looks_at_copies()
 
     def _looks_at_copies(self) -> bool:
-        """Return whether the event loop waits for copies of the hierarchical cache. Unless paused it does so with the
-        interpreter's lock held, which in a hibernated process would never end."""
+        """Return whether the event loop waits for copies of the hierarchical cache. Unless paused it waits with the
+        interpreter's lock held; in a hibernated process that would never end."""
         copies = getattr(self.own.tree_cache, "cache_controller", None)
         under_way = getattr(copies, "ack_write_queue", None) or getattr(copies, "ack_load_queue", None)
         return not self.own._engine_paused and bool(under_way)
@@ -226,12 +226,9 @@ class SglangScheduler(base.Scheduler):
 
 
 class SglangEngine(base.LoopEngine):
-    """The engine over a ``Scheduler``.
-
-    Rank 0 admits, holds or refuses requests. A refused one is aborted with status 503, which SGLang's server returns to
-    the client. In SGLang itself, a release ends the process if a request runs, so does a resume if nothing is released,
-    and a weight update or a continuation touches memory that is released.
-    """
+    """The engine over a ``Scheduler``. Rank 0 admits, holds or refuses requests. A refused one is aborted with status
+    503, which SGLang's server returns to the client. In SGLang itself, a release ends the process if a request runs,
+    and a resume if nothing is released; a weight update or a continuation touches memory that is released."""
 
     name = "sglang"
     scheduler_class = SglangScheduler
@@ -266,10 +263,10 @@ class SglangEngine(base.LoopEngine):
         self.submit(self._opened)
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
-        """Bring every rank's scheduler to a standstill until `open_admission`. With ``keep``, of which a pipeline is
-        not capable (UnsupportedError), running requests go back to SGLang's waiting queue, and are computed again from
-        their tokens. So do, in any mode, requests that SGLang has paused in place, as those neither end nor can be
-        aborted."""
+        """Bring every rank's scheduler to a standstill until ``open_admission``. With ``keep``, running requests go
+        back to SGLang's waiting queue, and are computed again from their tokens. In any mode so do requests that SGLang
+        has paused in place: they neither end nor can be aborted. Raises UnsupportedError for ``keep`` with pipeline
+        parallelism."""
         check_drain_mode(mode)
         if mode == "keep" and self.scheduler.parallel.pp_size > 1:
             raise UnsupportedError(
@@ -290,8 +287,7 @@ class SglangEngine(base.LoopEngine):
 
     def verify_tokens(self) -> list[int]:
         """See ``VerifiableEngine``. The tokens are computed on all ranks, without a cached prefix. Raises
-        UnsupportedError if the engine generates no tokens, MemsaverError if that takes longer than
-        ``VERIFICATION_S``."""
+        UnsupportedError if the engine generates no tokens, MemsaverError if it takes longer than ``VERIFICATION_S``."""
         if not getattr(self._own, "is_generation", True):
             raise UnsupportedError("the engine generates no tokens (an embedding model); leave 'verify' out")
         prompt = VerificationPrompt(self._own)
@@ -444,7 +440,7 @@ class SglangEngine(base.LoopEngine):
             self.submit(partial(channels.send_to_tokenizer.send_output, output, request))
 
     def _flush(self, request: Any) -> None:
-        """Flush the cache. SGLang's own flush fails while requests are set aside by a pause, and just after the last
+        """Flush the cache. SGLang's own flush fails while a pause sets requests aside, and just after the last
         answer."""
         failed: Exception | None = None
         try:
@@ -464,8 +460,8 @@ class SglangEngine(base.LoopEngine):
 
 
 class VerificationPrompt:
-    """One greedy computation of the tokens that follow ``PROMPT``, by a ``request`` that no client has sent, and that
-    must be sent to the scheduler; ``tokens`` is done once they are computed."""
+    """One greedy computation of the tokens that follow ``PROMPT``. Its ``request``, which no client has sent, must be
+    sent to the scheduler; ``tokens`` is done once they are computed."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -486,7 +482,7 @@ class VerificationPrompt:
         self._running: Any = None
 
     def note(self) -> None:
-        """Find the request, and note its tokens once it has ended. Called in the scheduler's thread, after it has
+        """Find the request, and note its tokens once it has ended. Called in the scheduler's thread after it has
         processed what it received."""
         if self._running is None:
             waiting = [each for each in self._scheduler.waiting_queue if each.rid == self.request.rid]

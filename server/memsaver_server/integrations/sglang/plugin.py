@@ -18,7 +18,7 @@ attach, follow = _plugin.attach, _plugin.follow
 
 
 def register() -> None:
-    """The entry point: carry out the memory calls of each engine of this process whose memory is in memsaver's regions,
+    """The entry point. Carry out the memory calls of each engine of this process whose memory is in memsaver's regions,
     and serve it at ``MEMSAVER_SGLANG`` if that is set."""
     if not _plugin.starts():
         return
@@ -68,11 +68,9 @@ BACKEND = "sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend
 def _tag_prefill_graphs(
     original: Callable[..., None], backend: Any, *arguments: Any, enable_memory_saver: bool = False, **named: Any
 ) -> None:
-    """Let ``BreakableCudaGraphBackend`` start, which by itself refuses to if the memory of graphs is released.
-
-    A prefill is a sequence of graphs, each captured without torch_memory_saver's ``cuda_graph``. All take their memory
-    from the pool whose id the backend has, which here is the pool of the graphs that are captured with ``cuda_graph``.
-    """
+    """Let ``BreakableCudaGraphBackend`` start, which by itself refuses to if the memory of graphs is released. A
+    prefill is a sequence of graphs, each captured without torch_memory_saver's ``cuda_graph``. All take their memory
+    from the pool whose id the backend has: here that of the graphs that are captured with ``cuda_graph``."""
     original(backend, *arguments, enable_memory_saver=False, **named)
     if enable_memory_saver:
         from memsaver_core.compat.torch_memory_saver.entrypoint import graph_pool
@@ -84,8 +82,8 @@ def _tag_prefill_graphs(
 
 
 # In the process of SGLang's HTTP server, or of its ``Engine``: a release or a resume that failed in the scheduler is
-# reported as a failure. And an update of weights, which waits for the requests in flight, as each holds a lock until it
-# is answered, does not wait for those that memsaver holds back: they may themselves wait for that update.
+# reported as a failure. An update of weights waits for the requests in flight, as each holds a lock until it is
+# answered. Here it does not wait for those that memsaver holds back: they may themselves wait for that update.
 
 CALLS = ("release_memory_occupation", "resume_memory_occupation")
 #: The name of a request for the scheduler's state, which ``SglangEngine`` answers.
@@ -94,14 +92,9 @@ QUESTION = "memsaver"
 ASK_S = 1.0
 
 
-class SchedulerCallError(MemsaverError):
-    """The call failed in the scheduler. SGLang's server answers with ``status_code``.
-
-    Args:
-        answer: the status, a space, and the message.
-    """
-
-    kind = "scheduler_call"
+class SchedulerCallError(MemsaverError, kind="scheduler_call"):
+    """The call failed in the scheduler, with ``answer``: the status, a space, and the message. SGLang's server answers
+    with ``status_code``."""
 
     def __init__(self, answer: str) -> None:
         status, _, message = answer.partition(" ")
@@ -133,10 +126,8 @@ def _initialize_manager(original: Callable[..., None], manager: Any, *arguments:
 
 
 async def _acquire_writer(manager: Any, lock: Any, acquire: Callable[[], Awaitable[None]]) -> None:
-    """Return once no request is in flight, or all that are wait in the scheduler for their memory or its content.
-
-    ``release_writer`` may be called after either.
-    """
+    """Return once no request is in flight, or all that are wait in the scheduler for their memory or its content. After
+    either ``release_writer`` may be called."""
     acquiring = asyncio.ensure_future(acquire())
     timeout_s = 0.0
     try:

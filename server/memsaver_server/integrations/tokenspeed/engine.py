@@ -91,11 +91,9 @@ class TokenspeedScheduler(base.Scheduler):
             register_check(lambda: [_SHARED])
 
     def _stay_while_frozen(self) -> None:
-        """Begin an iteration, and stay in it while nothing may be computed.
-
-        The overlapping loop calls CUDA before each iteration. In a hibernated process that call would wait for the
-        wake-up, and the loop would never receive the request for it.
-        """
+        """Begin an iteration, and stay in it while nothing may be computed. The overlapping loop calls CUDA before each
+        iteration. In a hibernated process that call would wait for the wake-up, and the loop would never receive the
+        request for it."""
         was_frozen = self.frozen
         self._begin_iteration()
         # The iteration that freezes is not held: it still has to commit what was computed before.
@@ -114,10 +112,8 @@ class TokenspeedScheduler(base.Scheduler):
         return ended is not None and bool(ended.is_set())
 
     def is_still(self) -> bool:
-        """Return whether no request runs, no page of the cache is copied to the host, and no expert's weights move.
-
-        In a drain also whether prefixes can be forgotten, which is then done: tokenspeed itself waits for that, too.
-        """
+        """Return whether no request runs, no page of the cache is copied to the host, and no expert's weights move. In
+        a drain prefixes must be forgotten as well, which is then done: tokenspeed itself waits for that, too."""
         copies = getattr(self.own, "_num_inflight_cache_ops", False)  # up to 0.1.0
         moves = getattr(self.own._memory, "_weights_busy", bool)  # from 0.1.1 on
         still = not copies and not moves() and bool(self._pausing.scheduler_drained(self.own.scheduler))
@@ -142,11 +138,9 @@ class TokenspeedScheduler(base.Scheduler):
         self._pause.released = True
 
     def _refuse(self, specs: Sequence[Any], states: Sequence[Any]) -> None:
-        """Mark the new requests that may not wait as ended: tokenspeed answers them before it would admit them.
-
-        Health checks are refused, as any answer is a sign of life. The warm-up always waits: without a real answer to
-        it tokenspeed's server does not start.
-        """
+        """Mark the new requests that may not wait as ended: tokenspeed answers them before it would admit them. Health
+        checks are refused, as any answer is a sign of life. The warm-up always waits: without a real answer to it
+        tokenspeed's server does not start."""
         if self._paused_before is None:
             return
         reason, hold = self._closed
@@ -172,7 +166,7 @@ class TokenspeedScheduler(base.Scheduler):
         self.save_buffers()
 
     def _stay_frozen(self) -> None:
-        """Set the pause again: a request for another one, which tokenspeed got meanwhile, would let it compute."""
+        """Set the pause again: a request for another one, received meanwhile, would let tokenspeed compute."""
         if self.frozen:
             self._pause.state = self._pausing.PauseState.PAUSED_ALL
 
@@ -228,12 +222,10 @@ class Receiver:
 
 
 class TokenspeedEngine(base.LoopEngine):
-    """The engine over an ``EventLoop``. It replaces the loop's socket to tokenspeed's server.
-
-    In tokenspeed itself, requests wait while memory is released, and each holds a lock that a weight update waits for;
-    here they are refused, or a limited number waits. There, too, a release waits without a deadline, a repeated one
-    fails, a failure ends the process, and a weight update touches memory that is released.
-    """
+    """The engine over an ``EventLoop``, whose socket to tokenspeed's server it replaces. In tokenspeed itself, requests
+    wait while memory is released, each with a lock that a weight update waits for; here they are refused, or a limited
+    number waits. Its own release waits without a deadline, and fails if it is repeated. A failure ends its process, and
+    a weight update touches memory that is released."""
 
     name = "tokenspeed"
     scheduler_class = TokenspeedScheduler

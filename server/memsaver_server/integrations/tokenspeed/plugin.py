@@ -33,7 +33,7 @@ attach, follow = _plugin.attach, _plugin.follow
 
 @functools.cache
 def register() -> None:
-    """The entry point: carry out the memory calls of each engine of this process whose memory is in memsaver's regions,
+    """The entry point. Carry out the memory calls of each engine of this process whose memory is in memsaver's regions,
     and serve it at ``MEMSAVER_TOKENSPEED`` if that is set."""
     if not _plugin.starts():
         return
@@ -50,10 +50,8 @@ def _serve(run: Callable[[Any], None], loop: Any) -> None:
 
 def _with_tagged_workspaces(create: Callable[..., Any], server_args: Any, *arguments: Any, **named: Any) -> Any:
     """Move workspaces under ``TAG`` after ``create_attn_components``, when no graph has captured their addresses yet.
-
-    They come back as zeros, which TensorRT-LLM's kernels expect of their semaphores. No kernel needs the content that
-    another one left.
-    """
+    They come back as zeros, which TensorRT-LLM's kernels expect of their semaphores. No kernel needs what another one
+    left."""
     components = create(server_args, *arguments, **named)
     held = [getattr(sys.modules.get(f"{BACKENDS}.{module}"), name, None) for module, name in WORKSPACES.items()]
     by_device = [each for one in held for each in (one.values() if isinstance(one, dict) else [one])]

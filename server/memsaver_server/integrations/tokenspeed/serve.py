@@ -1,8 +1,6 @@
 """tokenspeed's engine process with memsaver, for versions without plugins (up to 0.1.0):
-``TS_SERVE_ENGINE_MODULE=memsaver_server.integrations.tokenspeed.serve tokenspeed serve ...``.
-
-tokenspeed starts its schedulers by multiprocessing's ``spawn``, which imports this module in each of them.
-"""
+``TS_SERVE_ENGINE_MODULE=memsaver_server.integrations.tokenspeed.serve tokenspeed serve ...``. tokenspeed starts its
+schedulers by multiprocessing's ``spawn``, which imports this module in each of them."""
 
 from __future__ import annotations
 
@@ -34,8 +32,8 @@ class RaisingClient:
 
 
 def prepare() -> None:
-    """Do in this process what a plugin would. Also, as the HTTP server of these versions reports success whatever its
-    scheduler answers, have it report a failure with status 500 and the scheduler's message."""
+    """Do in this process what a plugin would. The HTTP server of these versions reports success whatever its scheduler
+    answers; have it report a failure with status 500 and the scheduler's message."""
     register()
     if importlib.util.find_spec("tokenspeed.runtime.plugins") is None:
         routes = importlib.import_module("tokenspeed.runtime.entrypoints.sglang_compat_http")

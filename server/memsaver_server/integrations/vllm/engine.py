@@ -1,8 +1,5 @@
-"""vLLM as an ``Engine``.
-
-The memory is in vLLM's workers, where the plugin ``memsaver_core.compat.vllm`` manages it. vLLM's own pause and sleep
-drain, freeze and continue requests.
-"""
+"""vLLM as an ``Engine``. The memory is in vLLM's workers, where the plugin ``memsaver_core.compat.vllm`` manages it.
+vLLM's own pause and sleep drain, freeze and continue requests."""
 
 from __future__ import annotations
 
@@ -82,11 +79,8 @@ class VllmEngine(Gate):
     """An engine over either front end of vLLM. A request first enters the gate, then vLLM's scheduler."""
 
     def __init__(self, core: Any, model_config: Any) -> None:
-        """
-        Args:
-            core: the front end's ``engine_core``. Its processes are watched, one for each data-parallel rank; a core in
-                this process, or in Ray, has none.
-        """
+        """``core`` is the front end's ``engine_core``. Its processes are watched, one for each data-parallel rank; a
+        core in this process, or in Ray, has none."""
         super().__init__("vllm")
         self._asleep = self._paused = False
         self._wake_up: Future[Any] | None = None
@@ -150,8 +144,8 @@ class VllmEngine(Gate):
         pausing.result()
 
     def verify_tokens(self) -> list[int]:
-        """See ``VerifiableEngine``. For this, vLLM's scheduler runs for a moment. Raises UnsupportedError if requests
-        are frozen, MemsaverError if it takes longer than ``VERIFICATION_S``."""
+        """See ``VerifiableEngine``; vLLM's scheduler runs for a moment. Raises UnsupportedError if requests are frozen,
+        MemsaverError if it takes longer than ``VERIFICATION_S``."""
         if frozen := self.pending():
             raise UnsupportedError(
                 f"{len(frozen)} request(s) are frozen and would run along; to verify, release with mode wait or abort"
@@ -173,20 +167,16 @@ class VllmEngine(Gate):
         self.call("reset_prefix_cache").result()
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
-        """Reset the prefix cache again: vLLM did so as it fell asleep, but a part may have been released since.
-
-        With a large cache this takes milliseconds. Nobody waits for it, as vLLM does it before later requests.
-        """
+        """Reset the prefix cache again: vLLM did so as it fell asleep, but a part may have been released since. With a
+        large cache this takes milliseconds. Nobody waits for it, as vLLM does it before later requests."""
         if "kv_cache" in lost:
             self.call("reset_prefix_cache").add_done_callback(_log_failure)
 
 
 class ApiServerEngine(VllmEngine):
     """An engine over vLLM's asynchronous client, which it calls from threads other than that of the client's loop.
-
     Requests come over HTTP, and are tasks of that loop. They wait in front of the gate but are never inside it: vLLM
-    drains those that have entered.
-    """
+    drains those that have entered."""
 
     def __init__(self, client: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._client = client
@@ -277,8 +267,8 @@ class OfflineEngine(VllmEngine):
 
     @contextmanager
     def _generating(self, name: str | None) -> Iterator[InFlightRequest]:
-        """Run the block, in which the ``LLM`` generates, alone and after the last wake-up. Raises the wake-up's error,
-        if it failed: in an engine that stays paused the block would not return."""
+        """Run the block, in which the ``LLM`` generates, alone and after the last wake-up. Raises the wake-up's error
+        if it failed: the engine stays paused, and the block would not return."""
         with self.request(name) as request:
             if self._wake_up is not None:
                 self._wake_up.result()

@@ -1,5 +1,4 @@
-"""Serves vLLM: by routes in its API server (``register``, an entry point of vLLM), or by an HTTP server beside an
-``LLM`` (``attach_to``)."""
+"""Serves vLLM: by routes in its API server (``register``, an entry point), or by an HTTP server beside an ``LLM``."""
 
 from __future__ import annotations
 
@@ -151,7 +150,7 @@ def _waking(wake_up: Callable[..., Any], llm: Any, tags: list[str] | None = None
 
 def attach_to(llm: Any, **options: Any) -> Attachment:
     """Serve a ``vllm.LLM`` from a thread of this process; ``options`` as for ``memsaver_server.attach``. Each call by
-    which it generates is one request: a release waits for its end, and while memory is released it waits or is refused.
+    which it generates is one request: a release waits for its end; while memory is released it waits or is refused.
     Raises UnsupportedError unless it was started with sleep mode, and MEMSAVER_VLLM=1 or the backend ``memsaver``."""
     engine = OfflineEngine(llm)
     if not engine.memory.enabled():
@@ -171,11 +170,9 @@ _WRITES = re.compile(r"(?!init|start|begin|get|check|reset|destroy)(?!.*version)
 
 def watch_updates(engine: Any, updated: Callable[[], None]) -> None:
     """Call ``updated`` after each ``collective_rpc`` of vLLM's client or ``LLM`` whose name says that it wrote weights.
-
-    vLLM's own reload, its weight transfer and trainers' worker extensions all reach the workers by ``collective_rpc``,
-    from vLLM's routes or from this process. An update may take several calls, of which nothing marks the last: the
-    first counts as the whole update, and callers keep the KV cache asleep, or generation paused, until all are done.
-    """
+    vLLM's own reload, its weight transfer and trainers' worker extensions all reach the workers by ``collective_rpc``.
+    An update may take several calls, and nothing marks the last: the first counts as the whole update, and callers keep
+    the KV cache asleep, or generation paused, until all are done."""
 
     def watched(call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
         result = call(method, *args, **kwargs)
