@@ -175,6 +175,38 @@ def test_a_client_that_reads_nothing_gives_its_turn_back(monkeypatch: pytest.Mon
     assert ended == [True]
 
 
+@pytest.mark.parametrize("steps", range(6))
+def test_a_client_that_leaves_between_two_chunks_is_not_overheard(steps: int) -> None:
+    """Whatever the relay does when it is cancelled, ``steps`` of the event loop after the client has left."""
+    sent: list[object] = []
+    ended: list[bool] = []
+
+    async def leaving() -> None:
+        left = asyncio.Event()
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(1000):
+                await asyncio.sleep(0)
+                yield b"data: 1"
+
+        async def receive() -> dict[str, str]:
+            await left.wait()
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            return {"type": "http.disconnect"}
+
+        async def send(message: object) -> None:
+            sent.append(message)
+            left.set()
+
+        upstream = httpx.Response(200, content=chunks())
+        await proxy.Relayed(upstream, [], lambda: ended.append(True))({}, receive, send)  # type: ignore[arg-type]
+
+    asyncio.run(leaving())
+    assert ended == [True]
+    assert len(sent) < 100
+
+
 def test_a_client_that_goes_away_while_it_waits_wakes_nobody(engines: tuple[Engine, Engine]) -> None:
     alpha, beta = engines
     with turns(engines) as http, ThreadPoolExecutor(1) as pool:
