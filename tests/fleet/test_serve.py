@@ -305,7 +305,7 @@ def test_selected_engines(fleet: httpx.Client, sites: Sites) -> None:
     assert [row["wanted"] for row in now["engines"]] == ["released", "released", ""]
     assert [device["uuid"] for device in now["devices"]] == sorted({row["gpus"][0] for row in now["engines"]})
     assert fleet.post("/release_memory_occupation", json={"selector": {"nams": ["a"]}}).status_code == 400
-    assert fleet.post("/release_memory_occupation", json={"selector": {"names": ["z"]}}).status_code == 400
+    assert fleet.post("/release_memory_occupation", json={"selector": {"names": ["z"]}}).status_code == 404
     for refused in ({"prepare": True}, {"commit": "x"}, {"at_least_bytes": 5}):
         answer = fleet.post("/resume_memory_occupation", json=refused)
         assert answer.status_code == 400, refused
@@ -352,7 +352,7 @@ def test_operations_are_followed_and_given_up(fleet: httpx.Client, sites: Sites)
 def test_a_refused_call_leaves_no_error_unread(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
     with served([site.member for site in sites.values()]) as http:
         body = {"selector": {"names": ["nobody"]}}
-        assert http.post("/release_memory_occupation", json=body).status_code == 400
+        assert http.post("/release_memory_occupation", json=body).status_code == 404
     gc.collect()
     assert "never retrieved" not in caplog.text
 
