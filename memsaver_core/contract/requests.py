@@ -249,6 +249,19 @@ class Selected(Fields):
         default=None, description="Only engines that serve this model."
     )
 
+    @field_validator("selector", mode="before")
+    @classmethod
+    def _of_some(cls, given: Any) -> Any:
+        if isinstance(given, dict) and (empty := [name for name, value in given.items() if value in ([], {})]):
+            raise ValueError(f"{empty[0]} is empty; leave it out, or name engines")
+        return given
+
+    @model_validator(mode="after")
+    def _one_model(self) -> Self:
+        if self.model is not None and self.selector.models not in ((), (self.model,)):
+            raise ValueError("model and selector.models differ; send one of them")
+        return self
+
     def selected(self) -> Selector:
         return self.selector if self.model is None else self.selector.model_copy(update={"models": (self.model,)})
 

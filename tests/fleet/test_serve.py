@@ -39,6 +39,7 @@ from tests.waiting import wait_until
 from .conftest import Sites
 from .light_engine import LightEngine
 from .served_fleet import served
+from .wire import Loop, Wire
 
 ALL = ("a", "b", "c")
 SELECTED = {"selector": {"names": ["a", "b"]}}
@@ -220,7 +221,7 @@ def test_ray_serve_llm(fleet: httpx.Client, sites: Sites) -> None:
     assert fleet.post("/resume", json={"model": model}).is_success
     assert fleet.post("/is_paused", json={"model": model}).json()["is_paused"] is False
     assert fleet.post("/sleep", json={"model": model, "options": {"level": 9}}).status_code == 400
-    assert fleet.post("/sleep", json={"model": "no such", "options": {}}).status_code == 400
+    assert fleet.post("/sleep", json={"model": "no such", "options": {}}).status_code == 404
     assert states(sites) == ["resident"] * 3
 
 
@@ -235,6 +236,10 @@ def test_aibrix(fleet: httpx.Client, sites: Sites) -> None:
     wake = {"model_name": "model of a", "operation_id": "wake-1"}
     assert fleet.post("/v1/runtime/models/wake", json=wake).json()["phase"] == "active"
     assert states(sites) == ["resident"] * 3
+    sites["b"].engine.memory.fail("check_release", MemsaverError("no room for b"))
+    again = {"model_name": "model of b", "operation_id": "sleep-2"}
+    assert not fleet.post("/v1/runtime/models/sleep", json=again).is_success
+    assert fleet.post("/v1/runtime/models/sleep", json=again).json()["applied"], "the repeat of what has failed did it"
     reused = fleet.post("/v1/runtime/models/wake", json={"model_name": "model of b", "operation_id": "sleep-1"})
     assert reused.status_code == 422
 
@@ -300,7 +305,7 @@ def test_selected_engines(fleet: httpx.Client, sites: Sites) -> None:
     assert [row["wanted"] for row in now["engines"]] == ["released", "released", ""]
     assert [device["uuid"] for device in now["devices"]] == sorted({row["gpus"][0] for row in now["engines"]})
     assert fleet.post("/release_memory_occupation", json={"selector": {"nams": ["a"]}}).status_code == 400
-    assert fleet.post("/release_memory_occupation", json={"selector": {"names": ["z"]}}).status_code == 400
+    assert fleet.post("/release_memory_occupation", json={"selector": {"names": ["z"]}}).status_code == 404
     for refused in ({"prepare": True}, {"commit": "x"}, {"at_least_bytes": 5}):
         answer = fleet.post("/resume_memory_occupation", json=refused)
         assert answer.status_code == 400, refused
@@ -347,7 +352,7 @@ def test_operations_are_followed_and_given_up(fleet: httpx.Client, sites: Sites)
 def test_a_refused_call_leaves_no_error_unread(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
     with served([site.member for site in sites.values()]) as http:
         body = {"selector": {"names": ["nobody"]}}
-        assert http.post("/release_memory_occupation", json=body).status_code == 400
+        assert http.post("/release_memory_occupation", json=body).status_code == 404
     gc.collect()
     assert "never retrieved" not in caplog.text
 
@@ -458,6 +463,88 @@ def test_a_wrong_key_of_the_engines_names_the_setting(sites: Sites) -> None:
             assert answer.status_code in (401, 502)
             assert "MEMSAVER_ENGINE_API_KEY" in answer.json()["message"], path
         assert "MEMSAVER_ENGINE_API_KEY" in http.get("/memory_occupation").json()["engines"][0]["error"]
+
+
+class Generating(LightEngine):
+    async def generate(self, asked: dict[str, object]) -> dict[str, object]:
+        return {"text": str(asked["text"])}
+
+
+def test_a_key_of_an_engine_that_only_reads_is_not_told_to_be_the_clients() -> None:
+    with (
+        attach(Generating("shown", model="m"), settings=Settings(api_key="right", read_key="reads")) as attachment,
+        served([Member("shown", attachment.url)], key="reads") as http,
+    ):
+        answer = http.post("/generate", json={"model": "m"})
+        assert (answer.status_code, "MEMSAVER_ENGINE_API_KEY" in answer.json()["message"]) == (502, True)
+
+
+def test_a_key_goes_to_no_address_but_its_own(tmp_path: Path) -> None:
+    """``a`` gets another address, which does not answer, and another key: the old one must not be sent that."""
+    loop, members = Loop(), tmp_path / "engines.json"
+    with attach(Generating("moved", model="m"), settings=Settings(api_key="old")) as attachment:
+        wire = Wire(attachment.url, loop.loop)
+        wire.silence()
+        members.write_text(json.dumps([{"name": "a", "url": attachment.url, "api_key": "old"}]))
+        with served(StaticMembership(members)) as fleet:
+            assert fleet.get("/readyz").status_code == 200
+            members.write_text(json.dumps([{"name": "a", "url": wire.url, "api_key": "new"}]))
+
+            def is_moved() -> bool:
+                answer = fleet.post("/generate", json={"model": "m", "text": "one"})
+                assert answer.status_code in (200, 404), "502: the key was refused"
+                return bool(fleet.get("/memory_occupation").json()["engines"][0]["url"] == wire.url)
+
+            wait_until(is_moved)
+        wire.close()
+    loop.close()
+
+
+def test_a_wake_up_that_leaves_an_engine_paused_is_no_success(fleet: httpx.Client, sites: Sites) -> None:
+    sites["b"].wire.on("/continue_generation", "reset")
+    answer = fleet.post("/wake_up")
+    assert (answer.status_code, answer.json()["success"]) == (502, False)
+    assert "b: no answer" in answer.json()["message"]
+    sites["b"].wire.heal()
+    assert fleet.post("/wake_up").status_code == 200
+
+
+def test_options_inside_of_options_count(fleet: httpx.Client, sites: Sites) -> None:
+    assert fleet.post("/sleep", json={"options": {"options": {"level": 9}}}).status_code == 400
+    assert fleet.post("/sleep", json={"options": {"options": {"tags": ["kv_cache"]}}}).status_code == 200
+    assert [site.engine.resident() for site in sites.values()] == [{"weights"}] * 3
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('{"dry_run": true, "dry_run": false}', "'dry_run' more than once"),
+        ('{"selector": {"names": ["a"], "names": ["b"]}}', "'names' more than once"),
+        ('{"dry_run": "yes"}', "dry_run: Input should be true or false"),
+        ('{"async": 1}', "async: Input should be true or false"),
+        ('{"hibernate": "on"}', "hibernate: Input should be true or false"),
+        ('{"selector": {"names": []}}', "names is empty"),
+        ('{"selector": {"models": ["model of b"]}, "model": "model of a"}', "model and selector.models differ"),
+    ],
+)
+def test_a_request_that_could_be_read_in_two_ways_is_refused(fleet: httpx.Client, body: str, said: str) -> None:
+    answer = fleet.post("/release_memory_occupation", content=body)
+    assert (answer.status_code, said in answer.json()["message"]) == (400, True), answer.text
+
+
+def test_nobody_selected_is_the_same_error_with_and_without_a_dry_run(fleet: httpx.Client) -> None:
+    nobody = {"selector": {"names": ["nobody"]}}
+    answers = [fleet.post("/release_memory_occupation", json={**nobody, "dry_run": asks}) for asks in (True, False)]
+    assert [(each.status_code, each.json()["error"]["type"]) for each in answers] == [(404, "not_found")] * 2
+
+
+def test_calls_about_one_engine_are_not_passed_on_to_one_of_many(sites: Sites) -> None:
+    site = sites["a"]
+    with served([site.member]) as http:
+        for path in ("/v1/load_lora_adapter", "/v1/runtime/models/kv-limit"):
+            answer = http.post(path, json={"model": "model of a"})
+            assert (answer.status_code, "call each engine itself" in answer.json()["message"]) == (404, True)
+    assert not any("/v1/" in request for request in site.wire.seen)
 
 
 def test_limits_on_host_memory_are_never_more_than_the_host_has(fleet: httpx.Client, sites: Sites) -> None:

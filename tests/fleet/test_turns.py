@@ -15,9 +15,10 @@ os.environ.setdefault("MEMSAVER_DRIVER", "host")
 
 import httpx
 import pytest
+import uvicorn
 
 from memsaver_server.fleet import Member
-from memsaver_server.fleet.turns import proxy
+from memsaver_server.fleet.turns import proxy, upstream
 from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
 from memsaver_server.fleet.turns.slot import Slot, victims
 from tests.fleet.served_fleet import served
@@ -173,6 +174,85 @@ def test_a_client_that_reads_nothing_gives_its_turn_back(monkeypatch: pytest.Mon
     answer = proxy.Relayed(httpx.Response(200, content=chunks()), [], lambda: ended.append(True))
     asyncio.run(asyncio.wait_for(answer({}, never, send), 60))
     assert ended == [True]
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_a_client_that_leaves_between_two_chunks_is_not_overheard(steps: int) -> None:
+    """Whatever the relay does when it is cancelled, ``steps`` of the event loop after the client has left."""
+    sent: list[object] = []
+    ended: list[bool] = []
+
+    async def leaving() -> None:
+        left = asyncio.Event()
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(1000):
+                await asyncio.sleep(0)
+                yield b"data: 1"
+
+        async def receive() -> dict[str, str]:
+            await left.wait()
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            return {"type": "http.disconnect"}
+
+        async def send(message: object) -> None:
+            sent.append(message)
+            left.set()
+
+        upstream = httpx.Response(200, content=chunks())
+        await proxy.Relayed(upstream, [], lambda: ended.append(True))({}, receive, send)  # type: ignore[arg-type]
+
+    asyncio.run(leaving())
+    assert ended == [True]
+    assert len(sent) < 100
+
+
+def test_an_answer_that_breaks_off_is_no_error_of_the_coordinator() -> None:
+    ended: list[bool] = []
+    sent: list[dict[str, object]] = []
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"data: 1"
+        raise httpx.RemoteProtocolError("the engine's process has ended")
+
+    async def receive() -> None:
+        await asyncio.sleep(3600)
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    answer = proxy.Relayed(httpx.Response(200, content=chunks()), [], lambda: ended.append(True))
+    asyncio.run(answer({}, receive, send))
+    assert ended == [True]
+    assert [message.get("more_body") for message in sent] == [None, True], "else it would look whole"
+
+
+def test_connections_wait_less_than_servers_and_go_with_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that closes a connection as a request comes would make it a 502, and its engine count as dead."""
+    assert uvicorn.Config("").timeout_keep_alive > upstream.IDLE_S
+    monkeypatch.setattr(upstream, "UNUSED_S", -1.0)
+
+    async def used() -> None:
+        closed = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+            await reader.read()
+            closed.set()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            upstreams = upstream.Upstreams()
+            answer = await (await upstreams.to(url, None)).send("GET", b"/", [], b"")
+            await upstreams.to(f"{url}/other", None)
+            assert await answer.aread() == b"ok", "it was not closed under the request"
+            await upstreams.to(f"{url}/third", None)
+            await asyncio.wait_for(closed.wait(), 60)
+            await upstreams.close()
+
+    asyncio.run(used())
 
 
 def test_a_client_that_goes_away_while_it_waits_wakes_nobody(engines: tuple[Engine, Engine]) -> None:

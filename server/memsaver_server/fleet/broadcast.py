@@ -33,7 +33,7 @@ async def call_each(
     content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
 
     async def ask(url: str, key: str | None) -> tuple[httpx.Response, bytes]:
-        answer = await upstreams.to(url, key).send(method, target, _HEADERS, content)
+        answer = await (await upstreams.to(url, key)).send(method, target, _HEADERS, content)
         try:
             return answer, await answer.aread()
         finally:

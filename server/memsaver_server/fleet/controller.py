@@ -51,6 +51,7 @@ from memsaver_server.fleet.results import (
     FleetOperationsAnswer,
     FleetOperationStatusAnswer,
     FleetResult,
+    NoEngineError,
 )
 from memsaver_server.fleet.seen import occupation, total
 from memsaver_server.fleet.turns.options import TurnOptions
@@ -438,7 +439,7 @@ class FleetController:
 def _public(error: BaseException | None) -> BaseException:
     """Return the error of an operation that could not be begun as callers of a service know it."""
     if isinstance(error, FleetError):
-        return BadRequestError(str(error))
+        return (NotFoundError if isinstance(error, NoEngineError) else BadRequestError)(str(error))
     if isinstance(error, (MembershipError, RecordError)):
         return FleetUnknownError(str(error))
     return error or RuntimeError("the operation has not ended")

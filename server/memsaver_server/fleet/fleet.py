@@ -43,6 +43,7 @@ from memsaver_server.fleet.results import (
     FleetProgress,
     FleetResult,
     FleetStatus,
+    NoEngineError,
 )
 from memsaver_server.fleet.roster import Roster
 from memsaver_server.fleet.watching import Hub
@@ -311,9 +312,9 @@ class AsyncFleet:
         selector = operation.asked.selected()
         parts = await self.roster.parts(selector, partial(setattr, operation, "parts"))
         if not parts:
-            raise FleetError(f"no engine of the fleet matches {selector.model_dump(exclude_defaults=True)}")
+            raise NoEngineError(f"no engine of the fleet matches {selector.model_dump(exclude_defaults=True)}")
         if strangers := await self.roster.strangers(selector, parts):
-            raise FleetError(f"the fleet has no engine {', '.join(map(repr, strangers))}; nothing was done")
+            raise NoEngineError(f"the fleet has no engine {', '.join(map(repr, strangers))}; nothing was done")
         names = set().union(*(part.locks for part in parts))
         waits = self._locks.any_held(names)
         async with self._locks.held(names):
@@ -374,7 +375,7 @@ class AsyncFleet:
             end = {"preparing": execution.abandon, "committing": execution.commit, "rolling_back": execution.undo}
             async with self.around(operation):
                 await end[left.stage]()
-                result = self._finish(operation, operation.cause if operation.how == "aborted" else "")
+                result = self._finish(operation, "" if operation.how == "done" else operation.cause)
         logger.warning("operation %s, which another coordinator had begun: %s", operation.id, result.message)
         return result
 

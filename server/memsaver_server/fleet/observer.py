@@ -67,8 +67,6 @@ class Observer:
         try:
             self.members = {member.name: member for member in await self._roster.members()}
             wanted = await self._fleet.wanted()
-            self.keys.clear()
-            self.keys.update({name: member.api_key or self._engine_key for name, member in self.members.items()})
             named = set(names or ())
             near = {each: self.members[each] for each in self.members if names is None or each in self._near(named)}
             asks = [(member, *self._roster.asking(member, anew=name in named)) for name, member in near.items()]
@@ -118,8 +116,12 @@ class Observer:
 
     def _show(self, wanted: Iterable[Wanted]) -> None:
         """Have all readers know what was seen."""
-        for name in self._engines.keys() - self.members.keys():
-            del self._engines[name]
+        # Those that have left, or have another address now, to which alone their keys are sent.
+        for name, (_, seen) in list(self._engines.items()):
+            if name not in self.members or self.members[name].url != seen.url:
+                del self._engines[name]
+        self.keys.clear()
+        self.keys.update({name: member.api_key or self._engine_key for name, member in self.members.items()})
         engines = [
             self._engines[each.name][1]
             if each.name in self._engines

@@ -28,6 +28,10 @@ class FleetError(Exception):
     """A fleet's call cannot be carried out; nothing was done."""
 
 
+class NoEngineError(FleetError):
+    """No engine is selected, or one that is named is no member."""
+
+
 class EngineResult(Model):
     """What an operation did on one engine."""
 

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError, create_model
@@ -119,17 +119,25 @@ def _parse(body: bytes) -> Any:
     """Parse JSON, and check that its strings can be encoded in UTF-8 for answers, log lines and file names.
 
     Raises:
-        ValueError: it is not JSON, or has an unpaired surrogate.
+        ValueError: it is not JSON, or has an unpaired surrogate, or an object has a name twice.
         RecursionError: it is nested too deeply.
     """
     text = body.decode(json.detect_encoding(body))
-    value = json.loads(text)
+    value = json.loads(text, object_pairs_hook=_once)
     if _SURROGATE.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"it contains the unpaired surrogate {error.object[error.start]!r}") from None
     return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # which one counts differs from parser to parser
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has {next(name for name in names if names.count(name) > 1)[:64]!r} more than once")
+    return found
 
 
 def fields_of(model: type[Model], limit: str | None = None) -> Callable[..., Awaitable[Model]]:
@@ -139,13 +147,18 @@ def fields_of(model: type[Model], limit: str | None = None) -> Callable[..., Awa
         model: the fields.
         limit: as for ``body_of``.
     """
-    known = {name for key, field in model.model_fields.items() for name in (key, field.alias) if name}
+    names = {name: field for key, field in model.model_fields.items() for name in (key, field.alias) if name}
+    known = names.keys()
+    flags = {name for name, field in names.items() if bool in (field.annotation, *get_args(field.annotation))}
 
     async def read(request: Request) -> Model:
         query: dict[str, Any] = {key: value for key, value in request.query_params.items() if key != "tags"}
         if "tags" in request.query_params:
             query["tags"] = request.query_params.getlist("tags")
         body = await json_of(request, limit)
+        for name in flags & body.keys():  # pydantic takes 1, "yes" and "on" for true
+            if not isinstance(body[name], bool | None):
+                raise BadRequestError(f"cannot use the request: {name}: Input should be true or false")
         given = {key: value for key, value in {**query, **body}.items() if value is not None}
         request.state.memsaver_ignored = check_names(given, known)
         try:

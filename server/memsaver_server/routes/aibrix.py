@@ -65,7 +65,7 @@ def router(models: Models) -> APIRouter:
         request: Request, service: ServiceOf, fields: RuntimeWake, asked: FleetRelease | FleetResume
     ) -> JSONResponse:
         try:
-            known = bool(fields.operation_id) and service.controller.find(fields.operation_id) is not None
+            known = bool(fields.operation_id) and service.controller.find(fields.operation_id).status == "succeeded"
         except NotFoundError:
             known = False
         operation = await service.operate(request, asked)

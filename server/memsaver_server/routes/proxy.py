@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import Response
 from starlette.requests import Request
 
-from memsaver_core.contract.errors import BadRequestError
+from memsaver_core.contract.errors import BadRequestError, NotFoundError
 from memsaver_server.controller import Models
 from memsaver_server.fleet.controller import FleetController
 from memsaver_server.fleet.turns.errors import UnknownModelError
@@ -16,6 +16,8 @@ from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import REFUSED, body_of, failures, guard, json_of
 from memsaver_server.http.service import controller_of
 
+#: Below /v1, but about an engine itself: one of several with the model would get them, and their callers a success.
+_OF_ONE_ENGINE = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/runtime/")
 _FleetOf = Annotated[FleetController, Depends(controller_of)]
 
 
@@ -41,6 +43,8 @@ def router(_models: Models) -> APIRouter:
         """Pass a request on to an engine of its model, once that is ready; its answer comes back byte for byte."""
         if {".", ".."} & set(request.scope["path"].split("/")):  # would lead to what the coordinator answers itself
             raise BadRequestError("the path has segments '.' or '..'; write it without them")
+        if request.scope["path"].startswith(_OF_ONE_ENGINE):
+            raise NotFoundError(f"a fleet has no call {request.scope['path']}; call each engine itself")
         body = await body_of(request)
         return await controller.proxy.forward(request, await _model_of(request, controller, body), body)
 

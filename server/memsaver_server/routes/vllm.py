@@ -91,11 +91,11 @@ def whole(fields: Any) -> Any:
     Raises:
         BadRequestError: one has a wrong value, or does not exist.
     """
-    if not isinstance(fields, Options):
+    if not isinstance(fields, Options) or not fields.options:
         return fields
     given = {name: getattr(fields, name) for name in fields.model_fields_set - {"options"}}
     try:
-        return type(fields).model_validate({**given, **fields.options, "options": {}})
+        return whole(type(fields).model_validate({**given, **fields.options}))  # which may have options, too
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise BadRequestError(f"cannot use the options: {wrong}") from None
@@ -139,8 +139,8 @@ def router(models: Models) -> APIRouter:
         if resume.asks_only or resume.run_async:
             return await service.answer(request, resume)
         operation = await service.operate(request, resume)
-        if operation.status == "succeeded":
-            await controller.continue_(fields)
+        if operation.status == "succeeded" and (continued := await controller.continue_(fields)).status != 200:
+            return response_of(continued)
         return response_of(controller.answer(operation))
 
     @routes.post("/release_kv_cache_memory", responses=responses, openapi_extra=takes(release))

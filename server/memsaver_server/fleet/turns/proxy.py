@@ -57,10 +57,10 @@ class Proxy:
             slot = await self._turns.enter(model)
             leave = partial(self._turns.leave, slot)
             answer = await self._send(request, slot, body, leave)
-            if answer.status_code == 401:  # of ours: that of the client is not passed on
+            if answer.status_code in (401, 403):  # our key's: that of the client is not passed on
                 await answer.aclose()
                 leave()
-                raise BadGatewayError(f"engine {slot.name} refuses the request{key_advice(401)}")
+                raise BadGatewayError(f"engine {slot.name} refuses the request{key_advice(answer.status_code)}")
             headers = answer_headers(answer.headers, slot.name)
             if answer.status_code != AdmissionClosedError.status:
                 return Relayed(answer, headers, leave)
@@ -79,7 +79,7 @@ class Proxy:
         raise NoTurnError(f"{slot.name} says that it is ready, but refuses requests")
 
     async def _send(self, request: Request, slot: Slot, body: bytes, leave: Callable[[], None]) -> httpx.Response:
-        upstream = self._upstreams.to(slot.url, self._keys.get(slot.name))
+        upstream = await self._upstreams.to(slot.url, self._keys.get(slot.name))
         try:
             return await upstream.send(request.method, _path(request), request_headers(request.headers.raw), body)
         except httpx.TransportError as error:
@@ -125,7 +125,8 @@ class Relayed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(ClientGoneError, TimeoutError):
+            # An answer that breaks off ends the client's connection, by which it learns of it.
+            with suppress(ClientGoneError, TimeoutError, httpx.TransportError):
                 await while_connected(receive, self._relay(send))
         finally:
             # Before it has ended, this closes the connection, by which the engine learns of it.

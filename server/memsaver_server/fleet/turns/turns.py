@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
-from memsaver_core.contract.errors import BadRequestError
+from memsaver_core.contract.errors import NotFoundError
 from memsaver_core.contract.requests import Verb
 from memsaver_server import clock
 from memsaver_server.fleet.results import FleetError, FleetResult, FleetStatus
@@ -315,7 +315,7 @@ class Turns:
             if slot is not None:
                 await self._resume(slot)
             self._last_move_s = clock.monotonic() - began
-        except (NoTurnError, FleetError, BadRequestError) as error:  # the last: an engine has left the fleet
+        except (NoTurnError, FleetError, NotFoundError) as error:  # the last: an engine has left the fleet
             logger.warning("%s", error)
             for each in slots:
                 each.not_before = clock.monotonic() + RETRY_S

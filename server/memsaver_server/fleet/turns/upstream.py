@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Iterable
+from weakref import WeakSet
 
 import httpx
 
+from memsaver_server import clock
 from memsaver_server.client.requests import Target
 
 #: Time limit of connecting to an engine, seconds. Generating has none.
 CONNECT_S = 10.0
+#: How long a connection waits for the next request, seconds: less than a server waits, whose end may cross a request.
+IDLE_S = 2.0
+#: How long an address is not used before its connections are closed, once another is, seconds: it may be gone.
+UNUSED_S = 60.0
 #: Headers that concern one connection only.
 _HOP = frozenset(
     (
@@ -33,10 +40,17 @@ class Upstream:
     def __init__(self, url: str, api_key: str | None, verify: ssl.SSLContext | bool) -> None:
         self._target = target = Target(url, None, api_key, CONNECT_S, None)
         self._base = httpx.URL(target.base_url)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_S)
         self._transport = httpx.AsyncHTTPTransport(uds=target.uds, verify=verify, limits=limits)
         self._timeout = httpx.Timeout(None, connect=CONNECT_S).as_dict()
         self._key = [(name, value) for name, value in target.headers.items() if name == b"Authorization"]
+        self._sending = 0
+        self._answers: WeakSet[httpx.Response] = WeakSet()
+        self.used = clock.monotonic()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._sending and all(answer.is_closed for answer in self._answers)
 
     async def send(self, method: str, path: bytes, headers: Headers, content: bytes) -> httpx.Response:
         """Send a request; return the answer, whose body is not read yet and has to be closed.
@@ -51,23 +65,34 @@ class Upstream:
             content=content,
             extensions={"timeout": self._timeout},
         )
-        return await self._transport.handle_async_request(request)
+        self._sending += 1
+        try:
+            answer = await self._transport.handle_async_request(request)
+        finally:
+            self._sending -= 1
+        self._answers.add(answer)
+        return answer
 
     async def close(self) -> None:
         await self._transport.aclose()
 
 
 class Upstreams:
-    """The engines, by address and key; their connections are kept until ``close``."""
+    """The engines, by address and key."""
 
     def __init__(self, verify: ssl.SSLContext | bool = True) -> None:
         self._verify = verify
         self._known: dict[tuple[str, str | None], Upstream] = {}
 
-    def to(self, url: str, api_key: str | None) -> Upstream:
-        key = url, api_key
+    async def to(self, url: str, api_key: str | None) -> Upstream:
+        key, now = (url, api_key), clock.monotonic()
         if key not in self._known:
-            self._known[key] = Upstream(url, api_key, self._verify)
+            unused = [each for each, one in self._known.items() if one.is_idle and one.used < now - UNUSED_S]
+            closing = [self._known.pop(each).close() for each in unused]
+            upstream = self._known[key] = Upstream(url, api_key, self._verify)
+            await asyncio.gather(*closing)
+            return upstream
+        self._known[key].used = now
         return self._known[key]
 
     async def close(self) -> None:
