@@ -46,10 +46,10 @@ def run(image: Path, installed: str) -> tuple[int, list[str]]:
         env={"PATH": f"{image}/bin:/usr/bin:/bin", "CALLS": str(image / "calls"), "INSTALLED": installed},
         check=False,
     )
-    calls = (image / "calls").read_text().replace(f"{image}/", "").splitlines()
-    return ran.returncode, [
-        call.removeprefix("-m pip ") for call in calls if " list " not in call and " show " not in call
+    calls = [
+        call.removeprefix("-m pip ") for call in (image / "calls").read_text().replace(f"{image}/", "").splitlines()
     ]
+    return ran.returncode, [call for call in calls if not call.startswith(("list ", "show "))]
 
 
 def test_an_engine_without_torch_memory_saver(image: Path) -> None:
