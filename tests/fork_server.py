@@ -10,6 +10,7 @@ empty), and is answered by the path of its socket.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import importlib
@@ -21,6 +22,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -70,6 +72,9 @@ READ_WHEN_LOADED = (
 )
 #: Those whose value a fork can still take.
 TAKEN = ("OMP_NUM_THREADS", "PYTHONFAULTHANDLER", "PYTHONPATH", "PYTHONUNBUFFERED")
+#: A program with one of these takes down all that is loaded as it ends, in 0.3 s; with the latter, C's functions at exit
+#: give up its part of the device. Others end with their threads and what ``atexit`` has.
+ENDS_WHOLE = {"TESTS_END_WHOLE", "MEMSAVER_HOST_DEVICE"}
 
 #: What a fork is to do, and what it is to do then.
 Step = Callable[[], "Step | None"]
@@ -209,7 +214,20 @@ def run(request: dict[str, Any], descriptors: list[int]) -> None:
         code = compile(Path(arguments[0]).read_bytes(), arguments[0], "exec")
     sys.path.insert(0, folder)
     sys.modules["__main__"] = main
-    exec(code, main.__dict__)
+    status = 0
+    try:
+        exec(code, main.__dict__)
+    except SystemExit as exit:
+        if not isinstance(exit.code, int | None):
+            raise
+        status = exit.code or 0
+    if ENDS_WHOLE & os.environ.keys():
+        sys.exit(status)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def take(environment: dict[str, str], *, unbuffered: bool) -> None:
