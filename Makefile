@@ -20,6 +20,8 @@ SGLANG ?= 0.5.17
 SGLANG_VENV := build/sglang-$(SGLANG)
 TOKENSPEED_VENV := build/tokenspeed
 RAY_VENV := build/ray
+# Else each program that the tests start compiles torch's modules again.
+unexport PYTHONDONTWRITEBYTECODE
 NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
 LINTS := ruff clang-format mypy imports includes sizes words locks generated workflows

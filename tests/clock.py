@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -20,8 +20,8 @@ QUIET_S, STEP_S = 0.004, 0.04
 LOOK_S, LONG_S = 0.05, 1.0
 #: Its pace while something else moves, as a share of the system's.
 CREEP = 0.01
-
-Activity = dict[str, str]
+#: What is no sign that a thread ran: this thread's own time is read a moment before that of its process.
+SLACK_NS = 10_000
 
 
 class HeldClock:
@@ -78,16 +78,18 @@ class HeldClock:
         changed.wait(seconds if self._moved is None else min(seconds, LOOK_S))
 
     def _move(self, ended: threading.Event) -> None:
-        before: Activity = {}
+        before: dict[int, int] = {}
         while not ended.wait(QUIET_S):
             assert self._moved is not None
-            try:
-                now = activity()
-                if now == before and all(map(is_asleep, now)):
-                    self._moved += STEP_S
+            now = ran()
+            if differ(before, now):
                 before = now
-            except OSError:  # of a test without descriptors: as the system's clock
-                self._moved += QUIET_S
+            else:
+                try:
+                    if all_are_asleep(now) and not differ(before, ran()):
+                        self._moved += STEP_S
+                except OSError:  # of a test without descriptors: as the system's clock
+                    self._moved += QUIET_S
             self._wake()
 
     def _wake(self, *, all_of_them: bool = False) -> None:
@@ -99,28 +101,41 @@ class HeldClock:
                     loop.call_soon_threadsafe(int)
 
 
-def activity() -> Activity:
-    """How long each other thread ran and waited for a processor so far, and how often; by its folder in /proc."""
-    own = threading.get_native_id()
-    found = {}
-    for process in (os.getpid(), *forks.running()):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            for thread in os.listdir(f"/proc/{process}/task"):
-                if int(thread) != own:
-                    folder = f"/proc/{process}/task/{thread}"
-                    found[folder] = read(f"{folder}/schedstat")
+def ran() -> dict[int, int]:
+    """How long each process ran so far, without this thread, nanoseconds."""
+    own = time.thread_time_ns()
+    found = {os.getpid(): time.process_time_ns() - own}
+    for process in forks.running():
+        with suppress(OSError):  # it has ended
+            found[process] = time.clock_gettime_ns(~process << 3 | 2)  # as clock_getcpuclockid() of C
     return found
 
 
-def is_asleep(folder: str) -> bool:
-    """Whether a thread waits for something else than a processor, is stopped, or has ended."""
-    return read(f"{folder}/stat").rpartition(")")[2].split()[:1] not in (["R"], ["D"])
+def differ(before: dict[int, int], now: dict[int, int]) -> bool:
+    """Whether a thread of a process ran between two times, or a process is another one."""
+    return before.keys() != now.keys() or any(abs(now[each] - before[each]) > SLACK_NS for each in now)
 
 
-def read(path: str) -> str:
-    with suppress(FileNotFoundError, ProcessLookupError), open(path) as file:
-        return file.read()
-    return ""
+def all_are_asleep(processes: Iterable[int]) -> bool:
+    """Whether each other thread waits for something else than a processor, is stopped, or has ended."""
+    own = str(threading.get_native_id())
+    for process in processes:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for thread in os.listdir(f"/proc/{process}/task"):
+                if thread != own and state(f"/proc/{process}/task/{thread}/stat") in (b"R", b"D"):
+                    return False
+    return True
+
+
+def state(path: str) -> bytes:
+    """Of a thread, by its file; empty if it has ended. It is asked often: ``open`` would take twice as long."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            return os.read(descriptor, 128).rpartition(b") ")[2][:1]
+        finally:
+            os.close(descriptor)
+    return b""
 
 
 CLOCK = HeldClock()

@@ -25,6 +25,7 @@ def test_clean_exit_while_hibernated(device: str, tags: list[str] | None) -> Non
             graph.replay()
         ms.release({tags!r}, hibernate=True)
         print("end", flush=True)
-        """
+        """,
+        TESTS_END_WHOLE="1",
     )
     assert told == "end\n"

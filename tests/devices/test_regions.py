@@ -181,7 +181,8 @@ def test_clean_exit(state: str, device: str) -> None:
         if {state!r} == "resumed":
             ms.resume()
         print("end")
-        """
+        """,
+        TESTS_END_WHOLE="1",
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "end"

@@ -94,9 +94,8 @@ def serving(
 
 
 def memsaver(*arguments: str, changes: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a ``memsaver`` command to its end: ``serve`` as a fork, as it loads torch; others load little."""
-    run = forks.run if arguments[0] == "serve" else subprocess.run
-    ran: subprocess.CompletedProcess[str] = run(
+    """Run a ``memsaver`` command to its end."""
+    ran: subprocess.CompletedProcess[str] = forks.run(
         [*MEMSAVER, *arguments], capture_output=True, text=True, env=environment(changes), timeout=800, check=False
     )
     return ran

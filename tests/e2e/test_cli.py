@@ -19,6 +19,7 @@ from memsaver_server import attach
 from memsaver_server.cli.live import until_ended
 from memsaver_server.client import AcceptedAnswer, Client
 from memsaver_server.engine.gate import Gate
+from tests import forks
 from tests.waiting import wait_until
 
 from .serving import MEMSAVER, Server, environment, memsaver
@@ -143,7 +144,7 @@ def test_a_reader_that_has_enough_is_told_nothing(server: Server, arguments: tup
 def run_into(output: int, arguments: tuple[str, ...], server: Server) -> subprocess.CompletedProcess[str]:
     """Run a command with the file ``output`` as its standard output."""
     address = environment({"MEMSAVER_URL": server.url})
-    return subprocess.run(
+    return forks.run(
         [*MEMSAVER, *arguments], stdout=output, stderr=subprocess.PIPE, text=True, env=address, timeout=800, check=False
     )
 
@@ -173,7 +174,7 @@ def test_a_release_in_the_background_can_be_watched(server: Server) -> None:
 
 
 def test_watch_shows_operations_as_they_come(server: Server, client: Client) -> None:
-    watching = subprocess.Popen(
+    watching = forks.Popen(
         [*MEMSAVER, "watch", "--url", server.url, "--json"], stdout=subprocess.PIPE, text=True, env=environment()
     )
     try:
@@ -289,7 +290,7 @@ class Terminal:
         self.shown = ""
 
     def start(self) -> None:
-        self._child = subprocess.Popen(self._command, stdout=self._slave, stderr=self._slave, env=self._environment)
+        self._child = forks.Popen(self._command, stdout=self._slave, stderr=self._slave, env=self._environment)
         os.close(self._slave)
 
     def interrupt(self) -> int:

@@ -66,7 +66,7 @@ def test_a_whole_round_in_plain_http_gives_equal_tokens() -> None:
 )
 @pytest.mark.guards("the process aborted at exit")
 def test_a_signal_ends_it_with_code_0_in_any_state(number: signal.Signals, state: str) -> None:
-    with serving() as server:
+    with serving(changes={"TESTS_END_WHOLE": "1"}) as server:
         with Client(server.url) as client:
             if state in ("released", "hibernated"):
                 client.release(hibernate=state == "hibernated")

@@ -27,7 +27,7 @@ from tests.unit.saver_memory import MIB, content, fill, view
 from tests.waiting import wait_until
 
 FORK = multiprocessing.get_context("fork")
-WEIGHTS = 200 * MIB  # several blocks, and more than one slab
+WEIGHTS = 160 * MIB  # several blocks, and more than one slab
 PATIENCE_S = 1.0  # kOthersTimeout of csrc/backup/save.cpp: how long a process waits for another one's part
 
 

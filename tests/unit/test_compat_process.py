@@ -237,7 +237,7 @@ def rss():
 plenty, asked = os.environ["PLENTY"] == "True", []
 state.is_plentiful = lambda spare: asked.append(spare) or plenty
 with saver.region(enable_cpu_backup=True):
-    tensor = torch.randint(0, 255, (192 << 20,), dtype=torch.uint8)
+    tensor = torch.randint(-1 << 63, (1 << 63) - 1, (24 << 20,))
 expected = tensor.clone()
 before = rss()
 saver.pause()
@@ -315,7 +315,8 @@ with saver.region(enable_cpu_backup=True):
     tensor = torch.ones(1000)
 saver.pause()
 saver.resume()
-"""
+""",
+        TESTS_END_WHOLE="1",
     )
 
 
@@ -334,7 +335,7 @@ def rss():
 
 backend = None if "TMS_INIT_CPU_BACKUP_BACKEND" in os.environ else "mmap"
 with saver.region(enable_cpu_backup=True, cpu_backup_backend=backend):
-    tensor = torch.randint(0, 255, (192 << 20,), dtype=torch.uint8)
+    tensor = torch.randint(-1 << 63, (1 << 63) - 1, (24 << 20,))
 expected = tensor.clone()
 before = rss()
 for _ in range(2):

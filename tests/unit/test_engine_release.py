@@ -245,7 +245,7 @@ def test_tokens_are_the_same_with_the_saver_disabled(engine: TransformersEngine)
 @pytest.mark.guards("the process aborted at exit")
 def test_tokens_are_the_same_without_graphs_and_the_process_ends_cleanly(engine: TransformersEngine, end: str) -> None:
     """An engine that was never closed does not keep the interpreter from exiting."""
-    apart = run_apart({"enforce_eager": True}, end)
+    apart = run_apart({"enforce_eager": True}, end, TESTS_END_WHOLE="1")
     assert apart["tokens"] == [engine.generate_sync(REQUEST)["output_ids"]] * 2
 
 

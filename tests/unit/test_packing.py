@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from memsaver_core import MemsaverError, _native
 from memsaver_core.contract.errors import BackupError
 from tests.programs import output_of
-from tests.unit.saver_memory import MIB, view
+from tests.unit.saver_memory import MIB, noise, view
 
 #: What of a tag of less than 1.3 GiB stays as it is.
 AS_IT_IS = 64 * MIB
@@ -28,10 +28,6 @@ def weights(size: int, seed: int, dtype: str = "bfloat16") -> NDArray[np.uint8]:
     block *= np.repeat(np.float32([0.3, 0.1, 0.05, 0.02]), 2 * MIB)
     halves = block.view(np.uint16)[1::2].copy().view(np.uint8) if dtype == "bfloat16" else block.view(np.uint8)
     return np.resize(halves, size)
-
-
-def noise(size: int, seed: int) -> NDArray[np.uint8]:
-    return np.resize(np.random.default_rng(seed).integers(0, 256, 32 * MIB, dtype=np.uint8), size)
 
 
 def make(tmp_path: Path, **options: Any) -> _native.Saver:

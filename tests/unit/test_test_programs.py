@@ -19,20 +19,23 @@ from tests import forks
 from tests.clock import HeldClock
 
 SHOWN = """
-import os, sys, threading
+import atexit, os, sys, threading
 print(sys.argv, __name__, sys.path[0], os.getcwd(), os.environ.get("OURS"), os.environ.get("HOME"), input())
-print(threading.active_count(), sys.modules["__main__"].__dict__ is globals(), file=sys.stderr)
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (threading.main_thread().join(), print("a thread"))).start()
+print(sys.modules["__main__"].__dict__ is globals(), file=sys.stderr)
 raise SystemExit(7)
 """
 
 
+@pytest.mark.parametrize("whole", [{}, {"TESTS_END_WHOLE": "1"}])
 @pytest.mark.parametrize("kind", ["code", "script", "module"])
-def test_a_fork_is_as_a_program_that_starts_by_itself(tmp_path: Path, kind: str) -> None:
+def test_a_fork_is_as_a_program_that_starts_by_itself(tmp_path: Path, kind: str, whole: dict[str, str]) -> None:
     (tmp_path / "shown.py").write_text(SHOWN)
     program = {"code": ["-c", SHOWN], "script": [str(tmp_path / "shown.py")], "module": ["-m", "shown"]}[kind]
     options: dict[str, Any] = {
         "cwd": tmp_path,
-        "env": {**os.environ, "OURS": "1", "PYTHONPATH": str(tmp_path)},
+        "env": {**os.environ, **whole, "OURS": "1", "PYTHONPATH": str(tmp_path)},
         "input": "a line\n",
         "capture_output": True,
         "text": True,
