@@ -54,7 +54,9 @@ struct Part {
   std::uint32_t keep(unsigned seed, std::size_t bytes, bool* wrote = nullptr, bool alone = false) {
     const auto data = content(seed, bytes);
     auto answer = store.find_or_claim(digest_of(store.key(), data), bytes, alone);
-    for (; answer.found == SharedStore::Found::awaited;
+    // A process that does not run while it changes the index makes others find no room.
+    for (int tries = 0; answer.found == SharedStore::Found::awaited ||
+                        (answer.found == SharedStore::Found::no_room && ++tries < 600);
          answer = store.find_or_claim(digest_of(store.key(), data), bytes)) {
       store.wait_for_change(store.changes());
     }

@@ -155,6 +155,7 @@ def _in_the_background(fleet: Fleet) -> list[Any]:
     ended(fleet.http)
     scenario.call(f"GET /operations/{found}")
     scenario.call("POST /release_memory", {"async": True, "operation_id": "second"})
+    ended(fleet.http)
     scenario.call("GET /operations")
     return scenario.steps
 

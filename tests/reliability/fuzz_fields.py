@@ -87,7 +87,7 @@ class Target:
             answered(error)
         else:
             count("understood")
-            assert type(fields).model_validate(fields.model_dump(by_alias=True)) == fields
+            assert type(fields).model_validate(fields.model_dump(by_alias=True, exclude_unset=True)) == fields
             json.dumps(fields.model_dump(mode="json"), allow_nan=False)
         json.dumps(auth.caller(request))
         return 0

@@ -66,6 +66,11 @@ class ControlGroup:
     def limit(self, nbytes: int) -> None:
         (self._folder / self._bound).write_text(str(nbytes))
 
+    def free(self) -> int:
+        """Bytes below the limit."""
+        used = {"memory.limit_in_bytes": "memory.usage_in_bytes", "memory.max": "memory.current"}[self._bound]
+        return int((self._folder / self._bound).read_text()) - int((self._folder / used).read_text())
+
     def enter(self, process: int = 0) -> None:
         """Move a process into the group, this one by default. Memory that it had before still counts for its old
         group."""
