@@ -128,6 +128,25 @@ KNOWN: dict[str, Program] = {
             },
         ),
     ],
+    "damaged, given up, and freed while that release stands still": [
+        _allocate("b", "host", 2, 3),
+        _release(),
+        ("damage_a_backup", {"which": 0, "page": 0}),
+        _resume(),
+        _allocate("a", "host", 2),
+        (
+            "operate_while_another_works",
+            {
+                "operation": "release",
+                "tags": [],
+                "overrides": {"b": "zero"},
+                "hold": "copy_to_host",
+                "work": [("free", 0)],
+                "faults": [],
+            },
+        ),
+        _resume(),
+    ],
     "kept by an override, and freed": [
         _allocate("b", "discard", 1),
         _release(b="host"),
