@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,6 +101,14 @@ KNOWN: dict[str, Program] = {
         *_ACROSS_CHUNKS,
         _release(),
         ("damage_a_backup", {"which": 2, "page": 1}),
+        _resume(),
+    ],
+    "a release fails half way, what it released cannot be read, and then the rest goes as zeros": [
+        _allocate("a", "file", 3, 34),
+        _release(),
+        _resume(),
+        _release(faults=[("unmap", "invalid_value", 2, 1), ("pread", errno.EIO, 1, 1)]),
+        _release(a="zero"),
         _resume(),
     ],
     "the devices cannot be read after a resume": [
