@@ -425,6 +425,10 @@ class Saver::Release final : public Operation {
       }
       restore(false);
     } catch (const std::exception& error) {
+      // No resume has reported damage, so no override may give up what is kept.
+      for (auto& [index, device] : devices_) {
+        for (const auto& content : device.blocks) content.block->damaged = false;
+      }
       warn(std::string("a release failed, and what it had released stays so until it is resumed: ") + error.what());
     }
   }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,6 +103,14 @@ KNOWN: dict[str, Program] = {
         ("damage_a_backup", {"which": 2, "page": 1}),
         _resume(),
     ],
+    "a release fails half way, what it released cannot be read, and then the rest goes as zeros": [
+        _allocate("a", "file", 3, 34),
+        _release(),
+        _resume(),
+        _release(faults=[("unmap", "invalid_value", 2, 1), ("pread", errno.EIO, 1, 1)]),
+        _release(a="zero"),
+        _resume(),
+    ],
     "the devices cannot be read after a resume": [
         _allocate("a", "zero", 2),
         _release(),
@@ -127,6 +136,25 @@ KNOWN: dict[str, Program] = {
                 "faults": [],
             },
         ),
+    ],
+    "damaged, given up, and freed while that release stands still": [
+        _allocate("b", "host", 2, 3),
+        _release(),
+        ("damage_a_backup", {"which": 0, "page": 0}),
+        _resume(),
+        _allocate("a", "host", 2),
+        (
+            "operate_while_another_works",
+            {
+                "operation": "release",
+                "tags": [],
+                "overrides": {"b": "zero"},
+                "hold": "copy_to_host",
+                "work": [("free", 0)],
+                "faults": [],
+            },
+        ),
+        _resume(),
     ],
     "kept by an override, and freed": [
         _allocate("b", "discard", 1),

@@ -515,7 +515,7 @@ class Machine(RuleBasedStateMachine):
             yield
         except ms.MemsaverError as raised:
             error = raised
-        self._give_up(tags, overrides, certainly=error is None)
+        self._give_up(before, overrides, certainly=error is None)
         here = mapped_pages()
         kept_here = lost = left = 0
         for memory in self._selected(tags):
@@ -574,17 +574,19 @@ class Machine(RuleBasedStateMachine):
             damage = self.faults.met() or (memory.damaged | memory.perhaps_damaged).any()
             memory.perhaps_told |= bool(damage and memory.released_bytes)
 
-    def _give_up(self, tags: list[str], overrides: dict[str, str], *, certainly: bool) -> None:
-        """If a resume reported damage, an override discards what is kept beside it, too."""
-        for memory in self._selected(tags):
-            policy = overrides.get(memory.tag)
+    def _give_up(self, before: list[Memory], overrides: dict[str, str], *, certainly: bool) -> None:
+        """If a resume reported damage, an override discards what is kept beside it, too; perhaps not if the damaged
+        memory was freed meanwhile, as that may have been before the release began."""
+        for kind in {memory.kind for memory in before}:
+            policy = overrides.get(kind[0])
             if policy not in ("discard", "zero"):
                 continue
-            beside = [other for other in self._selected(tags) if other.kind == memory.kind]
-            if certainly and memory.told:
+            there = [memory for memory in before if memory.kind == kind]
+            beside = [memory for memory in self.memories if memory.kind == kind]
+            if certainly and any(memory.told and memory in beside for memory in there):
                 for each in beside:
                     each.give_up(policy)
-            elif memory.told or memory.perhaps_told:
+            elif any(memory.told or memory.perhaps_told for memory in there):
                 for each in beside:
                     each.may_give_up(policy)
 
