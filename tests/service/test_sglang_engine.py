@@ -519,8 +519,10 @@ def test_a_version_that_lacks_a_name(make: type[standin.Scheduler], monkeypatch:
 
 def test_attached_by_the_plugin(make: type[standin.Scheduler], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     original = make.run_event_loop
-    plugin.register()
-    assert make.run_event_loop is original
+    for value in ("", "0"):
+        monkeypatch.setenv("MEMSAVER_SGLANG", value)
+        plugin.register()
+        assert make.run_event_loop is original
     path = tmp_path / "engine.sock"
     monkeypatch.setenv("MEMSAVER_SGLANG", str(path))
     plugin.register()

@@ -272,7 +272,9 @@ def _turns_expandable_segments_on(value: str) -> bool:
 
 def check_torch_memory_saver(machine: Machine) -> Finding | None:
     subject = "torch_memory_saver"
-    if asking := [name for name in ("MEMSAVER_SGLANG", "MEMSAVER_TOKENSPEED") if os.environ.get(name)]:
+    if asking := [
+        name for name in ("MEMSAVER_SGLANG", "MEMSAVER_TOKENSPEED") if os.environ.get(name, "") not in ("", "0")
+    ]:
         return Finding(subject, Level.OK, f"memsaver's in the engine, as {asking[0]} is set")
     spec = find_spec(subject)
     if spec is None or spec.origin is None:

@@ -41,8 +41,12 @@ class Plugin:
 
     def starts(self) -> bool:
         """Return whether there may be anything to do in this process: the variable is set, or ``import
-        torch_memory_saver`` gives memsaver's. If the variable is set, the engine uses memsaver's from now on."""
-        if os.environ.get(self._variable):
+        torch_memory_saver`` gives memsaver's. If the variable is set, the engine uses memsaver's from now on; ``0``
+        turns memsaver off in the engine."""
+        value = os.environ.get(self._variable, "")
+        if value == "0":
+            return False
+        if value:
             install(replace=True)
             ours = sys.modules["torch_memory_saver"]
             given = {"torch_memory_saver": ours, "_memory_saver": ours.torch_memory_saver, "import_error": None}
@@ -57,7 +61,7 @@ class Plugin:
     def where(self) -> str:
         """Return the address at which to serve; empty for none."""
         value = os.environ.get(self._variable, "")
-        return "" if value == "1" else value
+        return "" if value in ("0", "1") else value
 
     def attach(self, scheduler: Any, *, settings: Settings | None = None, **options: Any) -> Attachment:
         """Serve the engine's own ``scheduler`` from a thread of its process; ``settings`` and ``options`` as for
