@@ -34,8 +34,12 @@ def _read(saver: _native.Saver, backend: Backend, index: int) -> DeviceMemory:
 
 
 def read_again(last: DeviceMemory, pids: Collection[int]) -> DeviceMemory:
-    """Read a device again; return ``last``, an earlier figure, if NVML is unavailable. ``process_bytes`` is the memory
-    of the processes ``pids``, of which one may be this."""
+    """Read a device of these or other processes again.
+
+    Args:
+        last: an earlier figure from one of those processes; returned as it is if NVML is unavailable.
+        pids: the processes whose memory is ``process_bytes``.
+    """
     with hibernation.device_lock:
         away = hibernation.is_away()
         figures = None if away else nvml.read_memory(last.uuid, pids)

@@ -53,10 +53,19 @@ def graph(
     stream: torch.cuda.Stream | None = None,
     capture_error_mode: str = "global",
 ) -> AbstractContextManager[Any]:
-    """Capture into ``cuda_graph`` with the graph's own memory under ``tag``; all else is as in ``torch.cuda.graph``,
-    which this is with memsaver disabled. ``restore`` is its policy, by default that of the tag: ``host`` for
-    ``cuda_graph``, as some state is written only at capture. ``pool`` is memory to share with other graphs, by default
-    none."""
+    """Capture into ``cuda_graph``, as ``torch.cuda.graph`` does, with the graph's own memory under ``tag``.
+
+    The content is kept by default: a graph's memory holds state that is written only at capture. With memsaver
+    disabled this is ``torch.cuda.graph``.
+
+    Args:
+        cuda_graph: the graph to capture into.
+        tag: tag of the graph's memory.
+        restore: its restore policy; by default that of the tag, ``host`` for ``cuda_graph``.
+        pool: memory to share with other graphs; by default the graph has its own.
+        stream: as for ``torch.cuda.graph``.
+        capture_error_mode: as for ``torch.cuda.graph``.
+    """
     own = pool if pool is not None else GraphPool(tag, restore=restore)
     cuda_graph._memsaver_pool = own  # type: ignore[attr-defined]  # the pool must live as long as the graph
     capture = torch.cuda.graph(cuda_graph, pool=own.id, stream=stream, capture_error_mode=capture_error_mode)

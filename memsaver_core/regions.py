@@ -17,15 +17,19 @@ Adoptable = TypeVar("Adoptable", bound="torch.Tensor | torch.nn.Module | Iterabl
 
 
 def region(tag: str, *, restore: PolicyLike | None = None, device: int | None = None) -> AbstractContextManager[Any]:
-    """Put every tensor that torch allocates inside under ``tag``, on the device with this index (by default the current
-    one, on the host driver the first). ``tag`` is any name; ``weights``, ``kv_cache``, ``cuda_graph`` and ``workspace``
-    have default policies. ``restore`` is what a resume must restore of the content, by default the policy of the tag,
-    else ``discard``.
+    """Put every tensor that torch allocates inside under ``tag``.
 
     On CUDA a region applies to the thread that enters it; on the host driver also to parameters and buffers of modules
     made inside, whichever thread loads them. Regions nest: the innermost tag applies. With memsaver disabled this does
-    nothing. Raises ConfigurationError if the tag or policy is invalid, or torch is set up in a way that defeats
-    regions.
+    nothing.
+
+    Args:
+        tag: any name; ``weights``, ``kv_cache``, ``cuda_graph`` and ``workspace`` have default policies.
+        restore: what a resume must restore of the content; by default the policy of the tag, else ``discard``.
+        device: index of the device; the current one by default (the first on the host driver).
+
+    Raises:
+        ConfigurationError: the tag or policy is invalid, or torch is set up in a way that defeats regions.
     """
     if not tag or not isinstance(tag, str):
         raise ConfigurationError(f"a tag is a name, not {tag!r}")
@@ -43,10 +47,15 @@ def region(tag: str, *, restore: PolicyLike | None = None, device: int | None = 
 
 
 def adopt(obj: Adoptable, tag: str, *, restore: PolicyLike | None = None, device: int | None = None) -> Adoptable:
-    """Move existing tensors under ``tag``, in place, and return ``obj``: a tensor, a module's parameters and buffers,
-    or several tensors. The tensor objects stay. Their addresses change once, so adopt before a CUDA graph captures
-    them. Tensors that share memory still share it afterwards, if all of them are given. A tensor that is under a tag
-    already stays where it is. With memsaver disabled this does nothing."""
+    """Move existing tensors under ``tag``, in place: a tensor, a module's parameters and buffers, or several tensors.
+
+    The tensor objects stay. Their addresses change once, so adopt before a CUDA graph captures them. Tensors that share
+    memory still share it afterwards, if all of them are given. A tensor that is under a tag already stays where it is.
+    With memsaver disabled this does nothing.
+
+    Returns:
+        ``obj``.
+    """
     if not process.enabled():
         return obj
     if isinstance(obj, torch.Tensor):

@@ -102,7 +102,7 @@ def release_with(request: MemoryRequest, *, log: PhaseLog | None = None) -> Oper
         return _report("release", names, {"tags": _tags_now(saver, names)}, log)
     if request.hibernate and (reasons := hibernation.obstacles()):
         raise UnsupportedError("this process cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
-    check_backups(names, overrides)
+    check_backups((tag for tag in status().tags if not names or tag.tag in names), overrides)
     if request.hibernate:
         hibernation.prepare()
     with log.phase(Phase.SYNCHRONIZE):
@@ -136,14 +136,14 @@ def release_with(request: MemoryRequest, *, log: PhaseLog | None = None) -> Oper
     return _report("release", names, result, log)
 
 
-def check_backups(tags: Iterable[str], restore: Mapping[str, str]) -> None:
-    """Raise UnsupportedError if a release of ``tags`` (all if empty), with the policies of ``restore`` before their
-    own, would keep content in host memory of which the device's memory is a part: it would free nothing."""
-    backend, names = process.backend(), list(tags)
-    for tag in status().tags:
-        if (names and tag.tag not in names) or restore.get(tag.tag, tag.restore) not in ("host", "mixed"):
+def check_backups(tags: Iterable[TagStatus], restore: Mapping[str, str]) -> None:
+    """Raise UnsupportedError if a release of ``tags``, with the policies of ``restore`` before their own, would keep
+    content in host memory of which the device's memory is a part: it would free nothing."""
+    has_host_memory = process.backend().has_host_memory
+    for tag in tags:
+        if restore.get(tag.tag, tag.restore) not in ("host", "mixed"):
             continue
-        if (index := next(filter(backend.has_host_memory, tag.mapped_by_device), None)) is not None:
+        if (index := next(filter(has_host_memory, tag.mapped_by_device), None)) is not None:
             raise UnsupportedError(
                 f"device {index} has no memory but the host's, so a backup of {tag.tag!r} in host memory would free "
                 "nothing; release it with the policy 'file' or 'discard'; nothing was released"

@@ -32,9 +32,16 @@ class SharedBuffer(_native.SharedBuffer):
     """
 
     def __init__(self, device_index: int, nbytes: int) -> None:
-        """Allocate zeros on torch's device ``device_index``: ``nbytes``, rounded up to what the device maps at once (2
-        MiB on NVIDIA GPUs). Raises ConfigurationError if there is no such device, OutOfDeviceMemoryError if it has too
-        little free memory."""
+        """Allocate zeros on a device.
+
+        Args:
+            device_index: torch's index of the device.
+            nbytes: size in bytes; rounded up to what the device maps at once (2 MiB on NVIDIA GPUs).
+
+        Raises:
+            ConfigurationError: there is no such device.
+            OutOfDeviceMemoryError: the device has too little free memory.
+        """
         super().__init__(process.saver(), device_index, nbytes)
 
 
@@ -50,10 +57,16 @@ class ImportedBuffer(_native.ImportedBuffer):
     """
 
     def __init__(self, fd: int, nbytes: int, device_index: int) -> None:
-        """Map the memory of ``fd``, a descriptor of ``SharedBuffer.export_fd`` that remains the caller's, who may close
-        it now. ``nbytes`` is the ``SharedBuffer``'s; ``device_index`` is torch's of the device that uses the memory,
-        which may lie on another one. Raises ConfigurationError if there is no such device, or the descriptor is of
-        another size."""
+        """Map the memory of a descriptor for a device of this process.
+
+        Args:
+            fd: a descriptor that ``SharedBuffer.export_fd`` returned; remains the caller's, who may close it now.
+            nbytes: ``SharedBuffer.nbytes``.
+            device_index: torch's index of the device that uses the memory, which may lie on another one.
+
+        Raises:
+            ConfigurationError: there is no such device, or the descriptor is of another size.
+        """
         super().__init__(process.saver(), fd, nbytes, device_index)
         _imported.add(self)
 

@@ -46,11 +46,20 @@ class Communicators:
         self._late: _Call | None = None
 
     def register(self, name: str, comm: int, *, ranks: int, rank: int, device: int | None = None) -> None:
-        """Have a communicator suspended that memsaver does not find by itself: it finds those of torch's process
-        groups, and the PyNcclCommunicator of vLLM and SGLang. ``comm`` is the ncclComm_t as a number, ``device``
-        torch's index of its device. ``rank`` is this process's number among its ``ranks``; one of a single rank is
-        passed over. ``name`` is the same on all of its ranks, and no other communicator's of the engine. Raises
-        ConfigurationError if it is taken."""
+        """Have a communicator suspended that memsaver does not find by itself.
+
+        Found are those of torch's process groups, of vLLM's and of SGLang's PyNcclCommunicator.
+
+        Args:
+            name: the same on all of its ranks, and of no other communicator that a rank of the engine has.
+            comm: the ncclComm_t, as a number.
+            ranks: how many it has; one of a single rank is passed over.
+            rank: this process's number among them.
+            device: torch's index of its device.
+
+        Raises:
+            ConfigurationError: the name is taken.
+        """
         self._check_free(name)
         if ranks > 1:
             made = Communicator.of(name, comm, ranks=ranks, rank=rank, device=device, nccl=loaded())
@@ -125,12 +134,22 @@ class Communicators:
         return self._shared
 
     def suspend(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> dict[str, int]:
-        """Give back the device memory of the communicators ``names`` (None: of all that can be suspended), which cannot
-        be used until ``resume``; return the bytes by name. One that is suspended already is passed over. Every rank of
-        each must call this, with no communication in flight, within ``timeout_s`` seconds for all together. If it fails
-        on any rank, call ``resume`` on all of them. Raises UnsupportedError if a name does not exist or cannot be
-        suspended: nothing was done. Raises MemsaverError, with the name, if NCCL failed or another rank did not call
-        this in time."""
+        """Give back the device memory of communicators, which cannot be used until ``resume``.
+
+        Every rank of each communicator must call this, with no communication in flight: NCCL waits for all of them.
+        If it fails on any rank, call ``resume`` on all of them.
+
+        Args:
+            names: which; None for all that can be suspended. One that is suspended already is passed over.
+            timeout_s: deadline for all of them together.
+
+        Returns:
+            Bytes given back, by name.
+
+        Raises:
+            UnsupportedError: one of ``names`` does not exist or cannot be suspended; nothing was done.
+            MemsaverError: NCCL failed, or another rank did not call this in time; names the communicator.
+        """
         return self._move("suspend", names, timeout_s)
 
     def resume(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> None:

@@ -61,9 +61,15 @@ class Hibernation:
         self.device_lock = threading.Lock()
 
     def obstacles(self, suspending: bool = False) -> list[str]:
-        """Return why this process cannot be hibernated now, each with what to do; empty if nothing is known to. With
-        ``suspending``, communicators are suspended and imported memory is dropped first, so neither is an obstacle. The
-        driver does not list imported memory: what other libraries import is not seen."""
+        """Return why this process cannot be hibernated now, each with what to do; empty if nothing is known to.
+
+        Checks the helper, the driver, MPS, NCCL communicators, what vLLM's and SGLang's ranks share, tensors shared by
+        CUDA IPC, memory that memsaver imported, peer access, managed memory, and what ``preconditions.register_check``
+        was given. The driver does not list imported memory: what other libraries import is not seen.
+
+        Args:
+            suspending: communicators are suspended and imported memory is dropped first, so neither is an obstacle.
+        """
         if self._failure:
             return [self._failure]
         return [] if self.is_away() else preconditions.obstacles(preconditions.observe(), suspending)
@@ -91,8 +97,11 @@ class Hibernation:
         return helper.pid if helper is not None and helper.alive else None
 
     def read_memory(self, uuid: str, pids: Iterable[int]) -> tuple[int, int, int] | None:
-        """Have the helper read a device: bytes in total, in use, and in use by the processes ``pids``. Return None if
-        there is no helper, or it is busy."""
+        """Have the helper read a device: bytes in total, in use, and in use by the processes ``pids``.
+
+        Returns:
+            None if there is no helper, or it is busy.
+        """
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -106,21 +115,30 @@ class Hibernation:
         return total, used, own
 
     def prepare(self) -> None:
-        """Start the helper before memory is released; raise MemsaverError if that fails."""
+        """Start what ``hibernate`` needs, so that it cannot fail for that once memory is released.
+
+        Raises:
+            MemsaverError: the helper cannot be started.
+        """
         with self._lock:
             self._start_helper()
 
     def hibernate(self) -> dict[str, float]:
-        """Checkpoint this process's CUDA state, which gives back its memory on every device; return the seconds of the
-        steps. Does nothing while hibernated. Every CUDA call of this process then blocks until ``wake``. Release tags
-        first: the driver copies what is still resident, at a fraction of the link's speed. For several processes that
-        share device memory, take each step on all of them before the next: ``lock``, ``checkpoint``, ``restore``,
-        ``unlock``.
+        """Checkpoint this process's CUDA state; its memory on every device is given back.
 
-        Raises UnsupportedError if a precondition does not hold: nothing was changed. Raises ContextLostError if the
-        driver lost the process. Raises DriverError if the driver refused; the message says whether the process runs on
-        as before. Raises MemsaverError if the helper ended or did not answer in time; ``is_hibernated`` says which
-        state the process is in.
+        Does nothing while hibernated. Release tags first: the driver copies what is still resident, at a fraction of
+        the link's speed. Every CUDA call of this process then blocks until ``wake``. For several processes that share
+        device memory, take each step on all of them before the next: ``lock``, ``checkpoint``, ``restore``, ``unlock``.
+
+        Returns:
+            Seconds of the steps.
+
+        Raises:
+            UnsupportedError: a precondition does not hold; nothing was changed.
+            DriverError: the driver refused; the message says whether the process runs on as before.
+            ContextLostError: the driver lost the process; restart it.
+            MemsaverError: the helper ended or did not answer in time; ``is_hibernated`` says which state the process
+                is in.
         """
         with self._one_step():
             seconds = self._lock_calls()
@@ -133,11 +151,18 @@ class Hibernation:
                 raise
 
     def wake(self) -> dict[str, float]:
-        """Bring the CUDA state back, at the same addresses; return the seconds of the steps. Does nothing if the
-        process is not hibernated. Raises OutOfDeviceMemoryError if a device has less free than the process held: it is
-        still hibernated. Raises ContextLostError if the driver cannot bring the process back. Raises DriverError if the
-        driver refused; the message says whether it is still hibernated. Raises MemsaverError if the helper ended or did
-        not answer in time. All but ContextLostError can be repeated."""
+        """Bring the CUDA state back, at the same addresses. Does nothing if the process is not hibernated.
+
+        Returns:
+            Seconds of the steps.
+
+        Raises:
+            OutOfDeviceMemoryError: a device has less free than the process held; still hibernated, the call can be
+                repeated.
+            DriverError: the driver refused; the message says whether the process is still hibernated.
+            ContextLostError: the driver cannot bring the process back; restart it.
+            MemsaverError: the helper ended or did not answer in time; repeat the call.
+        """
         with self._one_step():
             return self._restore() | self._unlock()
 

@@ -35,7 +35,7 @@ def plan_release(request: MemoryRequest, *, exact: bool = False, hold: bool = Fa
     ContextLostError; OutOfHostMemoryError or DiskFullError if the backups would not fit; UnsupportedError if they would
     free nothing."""
     tags, status = _look(request.tags)
-    check_backups(request.tags, {tag: policy.value for tag, policy in request.restore.items()})
+    check_backups(tags, request.restore)
     host, file = backup_rooms([planned_release(tag, request) for tag in tags], status)
     needed = _to_fit(host.needed_bytes, 0 if exact else host.free_bytes)
     if needed > host.free_bytes and status.host_backup.shared_store is None:

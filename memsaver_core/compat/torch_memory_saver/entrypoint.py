@@ -44,12 +44,19 @@ class TorchMemorySaver:
         enable_disk_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
-        """Make what is allocated inside pausable under ``tag``. Regions nest. ``enable_cpu_backup`` keeps the content
-        in host memory while paused, ``enable_disk_backup`` on disk, in ``TMS_DISK_BACKUP_DIR``; with neither it is
-        undefined after a resume (under the tags ``kv_cache`` and ``workspace``: zeros). ``cpu_backup_backend`` is
-        ``pinned`` or ``mmap``, both pinned memory: once ``mmap`` was asked for, each resume returns after the memory of
-        its backups is unmapped. Raises ConfigurationError if the arguments exclude each other, or memory cannot be
-        saved in this process."""
+        """Make what is allocated inside pausable under ``tag``. Regions nest.
+
+        Args:
+            tag: any name.
+            enable_cpu_backup: keep the content in host memory while paused. Without a backup, content is undefined
+                after a resume (under the tags ``kv_cache`` and ``workspace``: zeros).
+            enable_disk_backup: keep the content on disk instead, in ``TMS_DISK_BACKUP_DIR``.
+            cpu_backup_backend: ``pinned`` or ``mmap``; both are pinned memory. Once ``mmap`` was asked for, each resume
+                returns after the memory of its backups is unmapped.
+
+        Raises:
+            ConfigurationError: the arguments exclude each other, or memory cannot be saved in this process.
+        """
         _check_backend(enable_cpu_backup, cpu_backup_backend)
         if enable_cpu_backup and enable_disk_backup:
             raise MisuseError("enable_cpu_backup and enable_disk_backup exclude each other; choose one")
@@ -92,16 +99,22 @@ class TorchMemorySaver:
             yield
 
     def pause(self, tag: str | None = None) -> None:
-        """Give the memory of a tag, or all, back to the driver; ignore a tag that is paused already or unknown. Raises
-        OutOfHostMemoryError if the backups would not fit (nothing was paused), MemsaverError if a driver call failed: a
-        repeat and a resume both work."""
+        """Give the memory of a tag, or all, back to the driver. A tag that is paused already or unknown is ignored.
+
+        Raises:
+            OutOfHostMemoryError: the backups would not fit; nothing was paused.
+            MemsaverError: a driver call failed; a repeat and a resume both work.
+        """
         self._ensure_initialized()
         state.this_process.pause(tag)
 
     def resume(self, tag: str | None = None) -> None:
-        """Bring the memory of a tag, or all, back at the same addresses; ignore a resident or unknown tag. Raises
-        OutOfDeviceMemoryError if the device has too little free memory (all is still paused, with its backup),
-        MemsaverError if a driver call failed: all is as before."""
+        """Bring the memory of a tag, or all, back at the same addresses. A resident or unknown tag is ignored.
+
+        Raises:
+            OutOfDeviceMemoryError: the device has too little free memory; all is still paused, with its backup.
+            MemsaverError: a driver call failed; all is as before.
+        """
         self._ensure_initialized()
         state.this_process.resume(tag)
 
@@ -143,11 +156,19 @@ class TorchMemorySaver:
         self._ensure_initialized()._binary_wrapper.cdll.tms_set_retain_cpu_backup(value)
 
     def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor | None:
-        """Return the kept content of a contiguous tensor that is paused, or resumed with its backup retained, as a
-        tensor in host memory; None if it is resident without a retained backup, or backed up on disk. ``zero_copy``
-        returns the backup itself if that is contiguous (one that spans 32 MiB blocks may not be): it must not be
-        written, and is valid until the next pause, or resume without retention. Raises ConfigurationError if ``x`` is
-        in no region's memory, not contiguous, or paused without a backup."""
+        """Return the kept content of a tensor that is paused, or resumed with its backup retained.
+
+        Args:
+            x: contiguous, in memory of a region.
+            zero_copy: return the backup itself, if that is contiguous (one that spans 32 MiB blocks may not be). It is
+                valid until the next pause, or resume without retention, and must not be written.
+
+        Returns:
+            A tensor in host memory; None if ``x`` is resident without a retained backup, or backed up on disk.
+
+        Raises:
+            ConfigurationError: ``x`` is in no region's memory, not contiguous, or paused without a backup.
+        """
         self._ensure_initialized()
         if not x.is_contiguous():
             raise MisuseError(

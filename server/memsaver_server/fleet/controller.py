@@ -429,10 +429,9 @@ class FleetController:
             raise FleetUnknownError(self._observer.trouble)
         selector = fields.selected()
         engines = [engine for engine in self._observer.status.engines if selector.matches(engine)]
-        if not engines:
-            raise NotFoundError(f"no engine of the fleet matches {selector.model_dump(exclude_defaults=True)}")
-        if strangers := sorted(set(selector.names) - self._observer.members.keys()):
-            raise NotFoundError(f"the fleet has no engine {', '.join(map(repr, strangers))}; nothing was done")
+        strangers = sorted(set(selector.names) - self._observer.members.keys())
+        if nobody := NoEngineError.of(selector, engines, strangers):
+            raise _public(nobody)
         return engines
 
 

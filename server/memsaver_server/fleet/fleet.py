@@ -311,10 +311,9 @@ class AsyncFleet:
     async def _selected(self, operation: FleetOperation) -> FleetResult:
         selector = operation.asked.selected()
         parts = await self.roster.parts(selector, partial(setattr, operation, "parts"))
-        if not parts:
-            raise NoEngineError(f"no engine of the fleet matches {selector.model_dump(exclude_defaults=True)}")
-        if strangers := await self.roster.strangers(selector, parts):
-            raise NoEngineError(f"the fleet has no engine {', '.join(map(repr, strangers))}; nothing was done")
+        strangers = await self.roster.strangers(selector, parts) if parts else []
+        if nobody := NoEngineError.of(selector, parts, strangers):
+            raise nobody
         names = set().union(*(part.locks for part in parts))
         waits = self._locks.any_held(names)
         async with self._locks.held(names):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
 
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.reports import OperationAnswer, OperationStatusAnswer
-from memsaver_core.contract.requests import FleetMode
+from memsaver_core.contract.requests import FleetMode, Selector
 from memsaver_core.contract.status import EngineRow as EngineRow
 from memsaver_core.contract.status import FleetOccupation, MemberRow, OccupationAnswer
 from memsaver_server.fleet.members import Member
@@ -30,6 +30,15 @@ class FleetError(Exception):
 
 class NoEngineError(FleetError):
     """No engine is selected, or one that is named is no member."""
+
+    @classmethod
+    def of(cls, selector: Selector, found: Collection[object], strangers: Collection[str]) -> NoEngineError | None:
+        """Return the error if ``found``, the engines of ``selector``, are none, or ``strangers`` are named in it."""
+        if not found:
+            return cls(f"no engine of the fleet matches {selector.model_dump(exclude_defaults=True)}")
+        if strangers:
+            return cls(f"the fleet has no engine {', '.join(map(repr, strangers))}; nothing was done")
+        return None
 
 
 class EngineResult(Model):

@@ -15,6 +15,7 @@ from memsaver_core.hibernation.preconditions import register_check
 from memsaver_server.engine import check_drain_mode, never
 from memsaver_server.engine.tag_selection import released_tags
 from memsaver_server.integrations.adapter import engine as base
+from memsaver_server.integrations.tokenspeed.plugin import ADAPTER
 
 #: What an ``EventLoop`` must have: paths of attributes.
 NAMES = (
@@ -61,8 +62,7 @@ class TokenspeedScheduler(base.Scheduler):
 
     def obstacles(self, service: bool) -> Iterator[str]:
         settings = self.own.server_args
-        adapter = "tokenspeed.runtime.utils.torch_memory_saver_adapter"
-        yield from base.memory_obstacles(settings.enable_memory_saver, adapter)
+        yield from base.memory_obstacles(settings.enable_memory_saver, ADAPTER)
         if settings.mapping.attn.tp_size != settings.mapping.world_size:
             yield "its ranks are more than one tensor-parallel group; run a server for each group"
         if getattr(settings, "nnodes", 1) > 1:
