@@ -59,9 +59,12 @@ def read_communicators() -> tuple[CommunicatorStatus, ...]:
 
 
 def graph_memory_bytes(index: int) -> int:
-    """Return what captured graphs hold of a device beside the memory of their tensors. Counted are by how much each
-    capture by ``memsaver_core.graph`` grew this process (0 if NVML does not count by process), and what the driver
-    holds for allocations inside of graphs (0 while hibernated). Graphs captured otherwise are not counted."""
+    """Return what captured graphs hold of a device beside the memory of their tensors: the sum of two figures.
+
+    The first is the growth of this process's device memory during each capture by ``memsaver_core.graph``; it is 0 if
+    NVML does not count by process. The second is what the driver holds for allocations inside of graphs; it is 0 while
+    hibernated. Graphs captured otherwise are not counted.
+    """
     saver, backend = process.existing_saver(), process.backend()
     pool = 0
     if saver is not None and backend.has_context:
