@@ -12,13 +12,7 @@ from enum import Enum
 from functools import lru_cache
 
 from memsaver_core import process
-from memsaver_core.contract.errors import (
-    ContextLostError,
-    DriverError,
-    MemsaverError,
-    OutOfDeviceMemoryError,
-    UnsupportedError,
-)
+from memsaver_core.contract import errors
 from memsaver_core.hibernation import preconditions
 from memsaver_core.hibernation.helper import Helper, StepFailedError
 
@@ -89,7 +83,7 @@ class Hibernation:
     def raise_if_lost(self) -> None:
         """Raise ContextLostError if this process can never be woken again."""
         if self._failure:
-            raise ContextLostError(self._failure)
+            raise errors.ContextLostError(self._failure)
 
     def helper_pid(self) -> int | None:
         """Return the process id of the helper, or None if none runs."""
@@ -108,7 +102,7 @@ class Hibernation:
             if self._helper is None or not self._helper.alive:
                 return None
             total, used, own = map(int, self._helper.ask("memory", uuid, *pids))
-        except (MemsaverError, StepFailedError):
+        except (errors.MemsaverError, StepFailedError):
             return None
         finally:
             self._lock.release()
@@ -144,9 +138,9 @@ class Hibernation:
             seconds = self._lock_calls()
             try:
                 return seconds | self._checkpoint()
-            except (MemsaverError, StepFailedError):
+            except (errors.MemsaverError, StepFailedError):
                 if self._state is _State.LOCKED:
-                    with suppress(MemsaverError, StepFailedError):
+                    with suppress(errors.MemsaverError, StepFailedError):
                         self._unlock()
                 raise
 
@@ -198,14 +192,14 @@ class Hibernation:
         with self._lock:
             try:
                 yield
-            except (MemsaverError, StepFailedError) as error:
+            except (errors.MemsaverError, StepFailedError) as error:
                 raise self._described(error) from None
 
     def _lock_calls(self) -> dict[str, float]:
         if self.is_away():
             return {}
         if found := self.obstacles():
-            raise UnsupportedError("this process cannot be hibernated: " + "; ".join(found))
+            raise errors.UnsupportedError("this process cannot be hibernated: " + "; ".join(found))
         used = process.saver().devices() if process.backend().has_context else ()
         self._devices = {process.saver().device_info(index)["uuid"]: index for index in used}
         _wake_at_exit(self)
@@ -235,7 +229,7 @@ class Hibernation:
             return {}
         try:
             [seconds] = self._step("unlock")
-        except (MemsaverError, StepFailedError):
+        except (errors.MemsaverError, StepFailedError):
             if self.is_away():
                 raise
             return {"unlock_repeats": 1.0}  # its repeat worked
@@ -246,14 +240,14 @@ class Hibernation:
         """Have the helper take a step. If that fails, undo what was half done, and note the state that it left."""
         try:
             return self._ask(step, *arguments)
-        except (MemsaverError, StepFailedError) as error:
+        except (errors.MemsaverError, StepFailedError) as error:
             self._state = self._state_after(step, error)
             raise
 
-    def _state_after(self, step: str, error: MemsaverError | StepFailedError) -> _State:
+    def _state_after(self, step: str, error: errors.MemsaverError | StepFailedError) -> _State:
         now = self._driver_state()
         if undo := _UNDO.get((step, now)):
-            with suppress(MemsaverError, StepFailedError):
+            with suppress(errors.MemsaverError, StepFailedError):
                 self._ask(undo)
             now = self._driver_state()
         # After a restore that failed half way, the driver (seen on 580) cannot bring the process back, and does not say
@@ -264,25 +258,25 @@ class Hibernation:
             self._restore_failed = True
         return _State.LOST if stuck else _STATES.get(now, _State.UNKNOWN)
 
-    def _described(self, error: MemsaverError | StepFailedError) -> MemsaverError:
+    def _described(self, error: errors.MemsaverError | StepFailedError) -> errors.MemsaverError:
         """Return the error to raise for a failed step, with the state that the process is in."""
         step = error if isinstance(error, StepFailedError) else None
         if self._state is _State.LOST:
             self._failure = f"{error}: the driver cannot restore this process; restart it"
-            return ContextLostError(self._failure, step.call if step else "", step.code if step else "")
+            return errors.ContextLostError(self._failure, step.call if step else "", step.code if step else "")
         if not isinstance(error, StepFailedError):
             return error
         if error.needed_bytes:
             # The helper names a device by its uuid, one of the host driver by its index.
             index = int(error.device) if error.device.isdecimal() else self._devices.get(error.device, -1)
-            return OutOfDeviceMemoryError(
+            return errors.OutOfDeviceMemoryError(
                 f"{error} [device {error.device}, {error.needed_bytes} bytes needed, {error.free_bytes} free]; the "
                 "process is still hibernated: free device memory and repeat the call",
                 error.needed_bytes,
                 error.free_bytes,
                 index,
             )
-        return DriverError(f"{error}; {_CONSEQUENCES[self._state]}", call=error.call, code=error.code)
+        return errors.DriverError(f"{error}; {_CONSEQUENCES[self._state]}", call=error.call, code=error.code)
 
     def _driver_state(self) -> str:
         """Return what the driver calls this process's state."""
@@ -290,7 +284,7 @@ class Hibernation:
             [state] = self._ask("state")
         except StepFailedError as error:
             return error.state
-        except MemsaverError:
+        except errors.MemsaverError:
             return "unknown"
         return state
 
@@ -313,7 +307,7 @@ def _wake_at_exit(hibernation: Hibernation) -> None:
     def wake_or_leave() -> None:
         try:
             hibernation.wake()
-        except MemsaverError as error:
+        except errors.MemsaverError as error:
             print(f"memsaver: the process ends hibernated: {error}", file=sys.stderr, flush=True)
             os._exit(1)
 

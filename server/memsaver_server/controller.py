@@ -11,17 +11,9 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
+from memsaver_core.contract import reports
 from memsaver_core.contract.errors import MemsaverError
 from memsaver_core.contract.model import Model
-from memsaver_core.contract.reports import (
-    AcceptedAnswer,
-    MessageAnswer,
-    OperationAnswer,
-    OperationsAnswer,
-    OperationStatusAnswer,
-    PlanAnswer,
-    PreparedAnswer,
-)
 from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, Resume, Verb
 from memsaver_core.contract.status import HealthAnswer, OccupationAnswer
 from memsaver_server.metrics import CallerFigures
@@ -40,14 +32,14 @@ class Answer:
     def of(cls, answer: Model, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
         """Return the answer that has the fields of a model, those that a person looks for first."""
         body = answer.model_dump(mode="json", exclude={"ignored"})
-        if body.get("coordinator") == "" and isinstance(answer, OperationAnswer):
+        if body.get("coordinator") == "" and isinstance(answer, reports.OperationAnswer):
             del body["coordinator"]
         first = {name: body.pop(name) for name in ("success", "message") if name in body}
         return cls(first | body, status, headers or {})
 
     @classmethod
     def message(cls, text: str) -> Answer:
-        return cls.of(MessageAnswer(message=text))
+        return cls.of(reports.MessageAnswer(message=text))
 
     @classmethod
     def error(cls, status: int, kind: str, message: str, retry_after_s: int | None = None, **details: Any) -> Answer:
@@ -95,11 +87,11 @@ class Models:
     release: type[Release] = Release
     resume: type[Resume] = Resume
     selected: type[Fields] = Fields
-    done: Any = OperationAnswer | PlanAnswer | PreparedAnswer
-    message: type[Model] = MessageAnswer
+    done: Any = reports.OperationAnswer | reports.PlanAnswer | reports.PreparedAnswer
+    message: type[Model] = reports.MessageAnswer
     occupation: type[Model] = OccupationAnswer
-    operation: type[Model] = OperationStatusAnswer
-    operations: type[Model] = OperationsAnswer
+    operation: type[Model] = reports.OperationStatusAnswer
+    operations: type[Model] = reports.OperationsAnswer
     generates: type[Model] = HealthAnswer
     several: bool = False
     failures: Mapping[int, str] = field(default_factory=dict)
@@ -240,7 +232,7 @@ class Controller(Protocol[OperationT]):
 def accepted(operation: Operation, of: str = "") -> Answer:
     """Return the answer to a caller who does not wait; ``of`` says whose operation it is."""
     verb, location = operation.request.operation, f"/operations/{operation.id}"
-    answer = AcceptedAnswer(
+    answer = reports.AcceptedAnswer(
         message=f"{verb} {operation.id}{of} continues in the background",
         operation=verb,
         operation_id=operation.id,

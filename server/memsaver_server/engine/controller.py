@@ -14,21 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from memsaver_core.contract.errors import (
-    AdmissionClosedError,
-    BadRequestError,
-    DrainTimeoutError,
-    NotFoundError,
-    PhaseTimeoutError,
-)
-from memsaver_core.contract.reports import (
-    OperationAnswer,
-    OperationReport,
-    OperationStatusAnswer,
-    PreparedAnswer,
-    ProgressAnswer,
-    held_by,
-)
+from memsaver_core.contract import errors, reports
 from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release
 from memsaver_core.contract.status import AdmissionStatus, HealthAnswer, OccupationAnswer, OccupiedDevice
 from memsaver_server import clock
@@ -135,10 +121,10 @@ class EngineController:
             agent = operation.client.partition(" ")[2]
             holder = "" if agent == self._coordinator else self._coordinator
             return Answer.of(
-                OperationAnswer(
+                reports.OperationAnswer(
                     **dict(operation.report),
                     success=True,
-                    message=_message(operation.report) + (held_by(holder) if holder else ""),
+                    message=_message(operation.report) + (reports.held_by(holder) if holder else ""),
                     coordinator=holder,
                     operation_id=operation.id,
                     state=operation.memory_state,
@@ -158,7 +144,7 @@ class EngineController:
         return Answer({**failed.body, **about}, failed.status, failed.headers)
 
     def describe(self, operation: Operation) -> dict[str, Any]:
-        status = OperationStatusAnswer(
+        status = reports.OperationStatusAnswer(
             operation_id=operation.id,
             operation=operation.request.operation,
             status=operation.status,
@@ -179,10 +165,7 @@ class EngineController:
         return {**status.model_dump(mode="json"), "answer": answer}
 
     def find(self, operation_id: str) -> Operation:
-        found = self.lifecycle.operations.get(operation_id)
-        if found is None:
-            raise NotFoundError(f"no operation {operation_id!r} is remembered; GET /operations lists those that are")
-        return found
+        return self.lifecycle.operations.find(operation_id)
 
     def recent(self) -> Sequence[Operation]:
         return self.lifecycle.operations.recent()
@@ -201,7 +184,7 @@ class EngineController:
             await asyncio.wait_for(self._reached(operation, operation.ended()), CANCEL_S)
         except asyncio.TimeoutError:
             stopped = stopped_ranks(self.lifecycle.memory.status().ranks)
-            raise PhaseTimeoutError(
+            raise errors.PhaseTimeoutError(
                 f"{operation.request.operation} {operation.id} is cancelled, but its phase {operation.phase!r} cannot "
                 f"be interrupted and has not ended in {CANCEL_S:g} s. Memory and admission are as before once it has; "
                 f"GET /operations/{operation.id} shows that{f'; {stopped}' if stopped else ''}",
@@ -212,7 +195,7 @@ class EngineController:
     async def events(self, operation: Operation) -> AsyncIterator[tuple[str, Any]]:
         sent = 0  # phases
         current = stalled_in = ""
-        last_progress: ProgressAnswer | None = None
+        last_progress: reports.ProgressAnswer | None = None
         ended = operation.ended()
         while not self.closing.is_set():
             done = operation.done.done()
@@ -242,11 +225,11 @@ class EngineController:
             return Answer.of(plan_release(self.lifecycle, asked))
         return Answer.of(plan_resume(self.lifecycle, asked, (await self._monitor.fresh()).devices))
 
-    def _prepared(self, operation: Operation) -> PreparedAnswer:
+    def _prepared(self, operation: Operation) -> reports.PreparedAnswer:
         asked, of = operation.request, self.lifecycle
         plan = plan_release(of, asked) if isinstance(asked, Release) else plan_resume(of, asked, ())
         path = f"/{plan.operation}_memory_occupation"
-        return PreparedAnswer(
+        return reports.PreparedAnswer(
             message=f"prepared to {planned_text(plan.operation, plan.tags)}. POST {path} with commit={operation.id} "
             f"does it; POST /operations/{operation.id}/abort undoes the preparation, as does the end of the lease",
             **dict(operation.prepared_state()),
@@ -263,7 +246,7 @@ class EngineController:
             self.lifecycle.raise_if_rank_lost()
             running = self.lifecycle.operations.running
             if running is not None and (stall := running.stall()) is not None:
-                raise PhaseTimeoutError(running.stall_message(stall), stall.phase, running.id)
+                raise errors.PhaseTimeoutError(running.stall_message(stall), stall.phase, running.id)
 
     def _log_stalls(self, operation: Operation) -> None:
         """Log where ``operation`` stalls, even if no client waits for it."""
@@ -323,7 +306,7 @@ class EngineController:
                 await asyncio.wait_for(self.engine.generate(one_token), GENERATE_TIMEOUT_S)
             except asyncio.TimeoutError:
                 reason = f"no token within {GENERATE_TIMEOUT_S:g} s"
-            except AdmissionClosedError as closed:
+            except errors.AdmissionClosedError as closed:
                 reason = str(closed)
             except Exception as error:
                 reason = f"cannot generate: {type(error).__name__}: {error}"
@@ -410,8 +393,8 @@ class EngineController:
         limit_s = self._settings.drain_timeout_s if timeout_s is None else timeout_s
         try:
             await in_thread(self.lifecycle.pause, mode, limit_s, asleep=asleep)
-        except DrainTimeoutError as late:
-            raise DrainTimeoutError(late.seconds, late.pending, "generation was not paused") from None
+        except errors.DrainTimeoutError as late:
+            raise errors.DrainTimeoutError(late.seconds, late.pending, "generation was not paused") from None
         return Answer.message("Scheduling paused; memory stays." if asleep else "Generation paused.")
 
     async def continue_(self, selected: Fields, *, scheduling: bool = False) -> Answer:
@@ -432,7 +415,7 @@ class EngineController:
         try:
             return await cast(GeneratingEngine, self.engine).generate(asked)
         except ValueError as error:
-            raise BadRequestError(str(error)) from None
+            raise errors.BadRequestError(str(error)) from None
 
     async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
         given = asked.model_dump(include={"model_path", "flush_cache", "abort_all_requests"})
@@ -452,7 +435,7 @@ class EngineController:
         try:
             written = await in_thread(update)
         except (ValueError, OSError) as error:
-            raise BadRequestError(str(error)) from None
+            raise errors.BadRequestError(str(error)) from None
         missing = sorted(unwritten_weights(self.engine))
         more = f" {len(missing)} that a release discarded are missing: {', '.join(missing[:8])}." if missing else ""
         return Answer.message(f"{written} tensors written.{more}")
@@ -475,13 +458,13 @@ def _health(now: Snapshot, reason: str) -> HealthAnswer:
     return HealthAnswer(status="unavailable" if reason else "ok", state=now.state, reason=reason)
 
 
-def _progress(operation: Operation) -> ProgressAnswer | None:
+def _progress(operation: Operation) -> reports.ProgressAnswer | None:
     """Return the progress of a running operation as the core counts it, or None while nothing is copied."""
     now = operation.progress
     if not operation.is_running or now.operation != operation.request.operation:
         return None
     rate = now.done_bytes / now.seconds if now.seconds > 0 else 0.0
-    return ProgressAnswer(
+    return reports.ProgressAnswer(
         done_bytes=now.done_bytes,
         total_bytes=now.total_bytes,
         copied_bytes=now.copied_bytes,
@@ -490,7 +473,7 @@ def _progress(operation: Operation) -> ProgressAnswer | None:
     )
 
 
-def _message(report: OperationReport) -> str:
+def _message(report: reports.OperationReport) -> str:
     if not report.enabled:
         return f"memsaver is disabled in this process: nothing to {report.operation}"
     release = report.operation == "release"

@@ -21,14 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from memsaver_core.contract.errors import (
-    DrainTimeoutError,
-    EngineFailedError,
-    MemoryBusyError,
-    NotResidentError,
-    OutOfDeviceMemoryError,
-    UnsupportedError,
-)
+from memsaver_core.contract import errors
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import Asked, DrainMode, Release, Resume
@@ -111,7 +104,9 @@ class Lifecycle:
             return self.operations.submit(request, partial(self._resume, request), key=key, client=client)
         self.memory.check_tags(tuple(request.restore))
         if request.hibernate and self.memory.enabled() and (reasons := self.memory.hibernation_obstacles()):
-            raise UnsupportedError("the engine cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
+            raise errors.UnsupportedError(
+                f"the engine cannot be hibernated: {'; '.join(reasons)}; nothing was released"
+            )
         self._verification.check(request)
         return self.operations.submit(request, partial(self._release, request), key=key, client=client)
 
@@ -166,8 +161,8 @@ class Lifecycle:
                 self._engine.drain(timeout_s, asked.mode, *([given_up] if can_give_up else []))
                 if self._take(deadline, given_up):
                     return
-                raise DrainTimeoutError(timeout_s, ["a weight update"])
-            except DrainTimeoutError:
+                raise errors.DrainTimeoutError(timeout_s, ["a weight update"])
+            except errors.DrainTimeoutError:
                 if operation.undo(asked):
                     raise
             operation.check()
@@ -215,7 +210,7 @@ class Lifecycle:
             self._take_for_resume(operation, log)
             try:
                 return self._map(request, operation, log)
-            except OutOfDeviceMemoryError as short:
+            except errors.OutOfDeviceMemoryError as short:
                 if clock.monotonic() >= deadline:
                     raise
                 device, needed_bytes = short.device, short.needed_bytes
@@ -270,7 +265,7 @@ class Lifecycle:
                 raise self._update_too_long("nothing was written")
             operation = self.operations.running
             if operation is not None and (stall := operation.stall()) is not None:
-                raise MemoryBusyError(f"no weights were written: {operation.stall_message(stall)}", stall.phase)
+                raise errors.MemoryBusyError(f"no weights were written: {operation.stall_message(stall)}", stall.phase)
         self._updating = True
         try:
             self._check_resident([tag])
@@ -322,13 +317,13 @@ class Lifecycle:
     def _check_usable(self) -> None:
         status = self.memory.status()
         if status.state == "failed":
-            raise EngineFailedError(failed_for_good(status))
+            raise errors.EngineFailedError(failed_for_good(status))
 
     def _check_resident(self, tags: Iterable[str]) -> None:
         status = self.memory.status()
         for tag in tags:
             if status.hibernated or tag in released_tags(status):
-                raise NotResidentError(f"the memory of {tag!r} is released; resume it first")
+                raise errors.NotResidentError(f"the memory of {tag!r} is released; resume it first")
 
     def _take(self, deadline: float, given_up: Callable[[], bool]) -> bool:
         """Take the memory lock until ``deadline``, a time of the monotonic clock, or until ``given_up()``."""
@@ -347,8 +342,8 @@ class Lifecycle:
                 operation.check()
                 raise self._update_too_long("nothing was resumed")
 
-    def _update_too_long(self, consequence: str) -> MemoryBusyError:
-        return MemoryBusyError(
+    def _update_too_long(self, consequence: str) -> errors.MemoryBusyError:
+        return errors.MemoryBusyError(
             f"a weight update has not ended after {self._phase_timeout_s:g} s; {consequence}. Repeat the call "
             "when it is done",
             Phase.WAIT_FOR_WEIGHTS.value,

@@ -12,15 +12,7 @@ from contextlib import asynccontextmanager
 from importlib import metadata
 from typing import Any, Literal
 
-from memsaver_core.contract.errors import (
-    BadRequestError,
-    ConflictError,
-    FleetUnknownError,
-    LeaseEndedError,
-    NotFoundError,
-    TooLateToCancelError,
-    status_of,
-)
+from memsaver_core.contract import errors
 from memsaver_core.contract.requests import (
     ASKED_OF_FLEET,
     Asked,
@@ -36,6 +28,7 @@ from memsaver_core.contract.requests import (
 from memsaver_core.contract.status import HealthAnswer
 from memsaver_server.audit import AuditLog
 from memsaver_server.controller import Answer, EngineRow, Models
+from memsaver_server.fleet import results
 from memsaver_server.fleet.broadcast import answer_of, call_each
 from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.members import MembershipError
@@ -43,16 +36,6 @@ from memsaver_server.fleet.metrics import FleetMetrics
 from memsaver_server.fleet.observer import Observer
 from memsaver_server.fleet.operation import FleetOperation, Origin
 from memsaver_server.fleet.record import RecordError
-from memsaver_server.fleet.results import (
-    CallAnswer,
-    EngineStatus,
-    FleetError,
-    FleetOccupationAnswer,
-    FleetOperationsAnswer,
-    FleetOperationStatusAnswer,
-    FleetResult,
-    NoEngineError,
-)
 from memsaver_server.fleet.seen import occupation, total
 from memsaver_server.fleet.turns.options import TurnOptions
 from memsaver_server.fleet.turns.proxy import Proxy
@@ -85,12 +68,12 @@ class FleetController:
         release=FleetRelease,
         resume=FleetResume,
         selected=Selected,
-        done=FleetResult | CallAnswer,
-        message=CallAnswer,
-        occupation=FleetOccupationAnswer,
-        operation=FleetOperationStatusAnswer,
-        operations=FleetOperationsAnswer,
-        generates=CallAnswer,
+        done=results.FleetResult | results.CallAnswer,
+        message=results.CallAnswer,
+        occupation=results.FleetOccupationAnswer,
+        operation=results.FleetOperationStatusAnswer,
+        operations=results.FleetOperationsAnswer,
+        generates=results.CallAnswer,
         several=True,
         failures={
             404: "No engine of the fleet matches, or one does not have the call.",
@@ -170,7 +153,7 @@ class FleetController:
             return running[-1]
         opposed = next((each for each in running if self._opposes(asked, each)), None)  # the coordinator's own end soon
         if opposed is not None and not asked.wait:
-            raise ConflictError(
+            raise errors.ConflictError(
                 f"cannot {asked.operation}: {opposed.request.operation} {opposed.id} of the fleet is in progress "
                 'on some of these engines. Try again when it is done, or send "wait": true'
             )
@@ -192,7 +175,7 @@ class FleetController:
             return done
         cancelled = operation.status == "cancelled"
         kind = "cancelled" if cancelled else next((each.kind for each in result.failed if each.kind), "failed")
-        status = 409 if cancelled else next((status_of(each.kind) for each in result.failed), 500)
+        status = 409 if cancelled else next((errors.status_of(each.kind) for each in result.failed), 500)
         rows = [{"name": each.name, "type": each.kind, "message": each.error} for each in result.failed]
         answer = Answer.error(status, kind, result.message, 1 if status == 503 else None, failed=rows)
         answer.body["error"]["status"] = status
@@ -223,25 +206,22 @@ class FleetController:
         }
 
     def find(self, operation_id: str) -> FleetOperation:
-        found = self._fleet.history.get(operation_id)
-        if found is None:
-            raise NotFoundError(f"no operation {operation_id!r} is remembered; GET /operations lists those that are")
-        return found
+        return self._fleet.history.find(operation_id)
 
     def recent(self) -> Sequence[FleetOperation]:
         return self._fleet.history.recent()
 
     async def commit(self, operation: FleetOperation, key: str | None = None) -> None:
-        why = "a fleet prepares and commits by itself"
-        raise LeaseEndedError(f"{operation.request.operation} {operation.id} cannot be committed: {why}", operation.id)
+        message = f"{operation.request.operation} {operation.id} cannot be committed"
+        raise errors.LeaseEndedError(f"{message}: a fleet prepares and commits by itself", operation.id)
 
     async def cancel(self, operation: FleetOperation, by: str, key: str | None = None, *, force: bool = False) -> None:
         if operation.status == "cancelled":
             return
         try:
             await self._fleet.cancel(operation.id)
-        except FleetError as error:
-            raise TooLateToCancelError(str(error)) from None
+        except results.FleetError as error:
+            raise errors.TooLateToCancelError(str(error)) from None
         await operation.ended()
         operation.go("cancel")  # refused if it was too late all the same
 
@@ -310,7 +290,7 @@ class FleetController:
     async def look(self, names: Sequence[str]) -> None:
         await self._observer.look(names)
 
-    async def move(self, verb: Verb, names: Sequence[str]) -> FleetResult:
+    async def move(self, verb: Verb, names: Sequence[str]) -> results.FleetResult:
         asked = ASKED_OF_FLEET[verb](selector=Selector(names=tuple(names)), wait=True)
         operation = self._start(asked.resolved(self._settings.drain_timeout_s), TURNS, None)
         try:
@@ -344,7 +324,7 @@ class FleetController:
     def scrape(self) -> bytes:
         return self._metrics.scrape()
 
-    def _occupation(self) -> FleetOccupationAnswer:
+    def _occupation(self) -> results.FleetOccupationAnswer:
         running = [each.id for each in self.recent() if not each.has_ended]
         return occupation(self._observer, running[-1] if running else None, self.turns.in_flight())
 
@@ -389,7 +369,7 @@ class FleetController:
         return await self._call(selected, "Content counts as written", "POST", "/content_written", body)
 
     async def generate(self, asked: dict[str, Any]) -> dict[str, Any]:
-        raise BadRequestError("a fleet passes requests for tokens on; it computes none itself")
+        raise errors.BadRequestError("a fleet passes requests for tokens on; it computes none itself")
 
     async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
         body = asked.model_dump(include={"model_path", "flush_cache", "abort_all_requests"})
@@ -422,29 +402,31 @@ class FleetController:
         await self._observer.look([row.name for row in rows])
         return answer_of(rows, done)
 
-    def _engines_of(self, fields: Fields) -> list[EngineStatus]:
+    def _engines_of(self, fields: Fields) -> list[results.EngineStatus]:
         """Return the engines that a call is about; raises as ``_call``."""
         assert isinstance(fields, Selected)
         if self._observer.trouble:
-            raise FleetUnknownError(self._observer.trouble)
+            raise errors.FleetUnknownError(self._observer.trouble)
         selector = fields.selected()
         engines = [engine for engine in self._observer.status.engines if selector.matches(engine)]
         strangers = sorted(set(selector.names) - self._observer.members.keys())
-        if nobody := NoEngineError.of(selector, engines, strangers):
+        if nobody := results.NoEngineError.of(selector, engines, strangers):
             raise _public(nobody)
         return engines
 
 
 def _public(error: BaseException | None) -> BaseException:
     """Return the error of an operation that could not be begun as callers of a service know it."""
-    if isinstance(error, FleetError):
-        return (NotFoundError if isinstance(error, NoEngineError) else BadRequestError)(str(error))
+    if isinstance(error, results.NoEngineError):
+        return errors.NotFoundError(str(error))
+    if isinstance(error, results.FleetError):
+        return errors.BadRequestError(str(error))
     if isinstance(error, (MembershipError, RecordError)):
-        return FleetUnknownError(str(error))
+        return errors.FleetUnknownError(str(error))
     return error or RuntimeError("the operation has not ended")
 
 
-def _row(engine: EngineStatus) -> EngineRow:
+def _row(engine: results.EngineStatus) -> EngineRow:
     now = engine.occupation
     tags = now.tags if now else ()
     return EngineRow(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from memsaver_core.contract.errors import IdempotencyKeyError
+from memsaver_core.contract.errors import IdempotencyKeyError, NotFoundError
 from memsaver_core.contract.requests import Asked
 from memsaver_server import clock
 from memsaver_server.operation.operation import Operation
@@ -36,6 +36,12 @@ class History(Generic[_Operation]):
 
     def get(self, operation_id: str) -> _Operation | None:
         return self._by_id.get(operation_id)
+
+    def find(self, operation_id: str) -> _Operation:
+        """As ``get``; raise NotFoundError if it is not remembered."""
+        if (found := self._by_id.get(operation_id)) is None:
+            raise NotFoundError(f"no operation {operation_id!r} is remembered; GET /operations lists those that are")
+        return found
 
     def recent(self) -> list[_Operation]:
         return list(reversed(self._by_id.values()))

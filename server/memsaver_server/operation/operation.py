@@ -13,13 +13,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from memsaver_core.contract.errors import (
-    ConflictError,
-    LeaseEndedError,
-    MemsaverError,
-    OperationCancelledError,
-    TooLateToCancelError,
-)
+from memsaver_core.contract import errors
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.reports import OperationReport, OperationStatus, PhaseReport, Stall
 from memsaver_core.contract.requests import Asked, DrainMode, Release
@@ -220,14 +214,14 @@ class Operation:
         """Return what the audit log has of it beside what it has of every operation."""
         return {} if self.forced_by is None else {"forced_by": self.forced_by}
 
-    def conflict(self, refused: str, advice: str) -> ConflictError:
+    def conflict(self, refused: str, advice: str) -> errors.ConflictError:
         """Return the error of a call that cannot be done because of this operation: what is ``refused``, and what the
         caller can do."""
         verb, lease = self.request.operation, self.blocks_others
         is_ = f"prepared by {self.client}, whose lease ends in {self.lease_left_s():.0f} s" if lease else "in progress"
         message = f"{refused}: {verb} {self.id} of {tag_list(self.request.tags)} is {is_}. {advice}"
         owner = (self.client, self.lease_left_s()) if lease else (None, None)
-        return ConflictError(message, verb, self.id, *owner)
+        return errors.ConflictError(message, verb, self.id, *owner)
 
     def check_owner(self, key: str | None, forced_by: str | None = None) -> None:
         """Raise ConflictError if it is to be prepared under another key, and not committed; or note who forces it."""
@@ -412,7 +406,7 @@ class Operation:
             except Exception:
                 logger.exception("the state after %s %s cannot be read", self.request.operation, self.id)
             ending = "done" if error is None else "failed"
-            if isinstance(error, OperationCancelledError):
+            if isinstance(error, errors.OperationCancelledError):
                 ending = "cancel" if self.status == "queued" else "cancelled"
             self.advance(ending)  # last, for readers without the lock
 
@@ -440,17 +434,17 @@ class Operation:
             self.cancelled_by = LEASE_END
             self.advance("lease_end")
 
-    def _cancellation(self) -> OperationCancelledError:
+    def _cancellation(self) -> errors.OperationCancelledError:
         by = self.cancelled_by or ""
-        return OperationCancelledError(
+        return errors.OperationCancelledError(
             f"{self.request.operation} {self.id} of {tag_list(self.request.tags)} was cancelled by {by}; memory and "
             "admission are as before. Repeat the call if needed",
             by,
         )
 
-    def _refusal(self, kind: type[MemsaverError]) -> MemsaverError:
+    def _refusal(self, kind: type[errors.MemsaverError]) -> errors.MemsaverError:
         verb = self.request.operation
-        if kind is LeaseEndedError:
+        if kind is errors.LeaseEndedError:
             if not self.request.prepare:
                 why = "it was not prepared, and needs no commit"
             elif self.cancelled_by is not None:
@@ -458,14 +452,14 @@ class Operation:
             else:
                 why = str(self.error) if self.error is not None else "it is not prepared yet"
             message = f"{verb} {self.id} cannot be committed: {why}. Prepare again if needed"
-            return LeaseEndedError(message, self.id, self.cancelled_by if self.request.prepare else None)
+            return errors.LeaseEndedError(message, self.id, self.cancelled_by if self.request.prepare else None)
         if self.has_ended:
             happens = "has ended already"
         elif verb == "resume":
             happens = "is mapping memory already and will complete if the device has enough"
         else:
             happens = "is unmapping memory already and will complete"
-        return TooLateToCancelError(
+        return errors.TooLateToCancelError(
             f"{verb} {self.id} cannot be cancelled: it {happens}; to undo it, "
             f"{'resume' if verb == 'release' else 'release'} the tags",
             self.id,

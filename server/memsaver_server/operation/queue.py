@@ -60,9 +60,10 @@ class OperationQueue:
         with self._changed:
             return self._pending[0][0] if self._pending else None
 
-    def get(self, operation_id: str) -> Operation | None:
+    def find(self, operation_id: str) -> Operation:
+        """See ``History.find``."""
         with self._changed:
-            return self._history.get(operation_id)
+            return self._history.find(operation_id)
 
     def recent(self) -> list[Operation]:
         with self._changed:

@@ -14,13 +14,7 @@ from functools import partial
 from typing import Literal
 
 from memsaver_core import PhaseLog
-from memsaver_core.contract.errors import (
-    GroupFailedError,
-    MemsaverError,
-    OutOfHostMemoryError,
-    UnknownTagError,
-    UnsupportedError,
-)
+from memsaver_core.contract import errors
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.policies import COMMUNICATORS, WELL_KNOWN_TAGS, RestorePolicy, keeps_all, keeps_any
 from memsaver_core.contract.reports import OperationReport
@@ -76,12 +70,12 @@ class Steps:
             self._check(answers)
             reports = [answer.report for answer in answers if answer.report is not None]
             if len(reports) < len(answers):
-                raise MemsaverError(
+                raise errors.MemsaverError(
                     "a rank sent no report: the engine's own call did not reach its memory; repeat the call"
                 )
-        except GroupFailedError:
+        except errors.GroupFailedError:
             raise
-        except MemsaverError as error:
+        except errors.MemsaverError as error:
             self._undo_all(error)
             raise
         self.reports += reports
@@ -91,14 +85,14 @@ class Steps:
         self.failed_phase = next((each.failure.phase for each in answers if each.failure is not None), "")
         self._group.check(answers)
 
-    def _undo_all(self, error: MemsaverError) -> None:
+    def _undo_all(self, error: errors.MemsaverError) -> None:
         for name, undo in reversed(self._undo):
             self._group.step = f"undoing of the {name}"
             try:
                 self._group.check(undo())
-            except GroupFailedError:
+            except errors.GroupFailedError:
                 raise
-            except MemsaverError as left:
+            except errors.MemsaverError as left:
                 raise self._group.fail(f"{error}; and the {name} cannot be undone: {left}") from error
 
 
@@ -131,7 +125,7 @@ class RankMemory(Group):
         known = {*WELL_KNOWN_TAGS, *(tag.tag for tag in self.status().tags)}
         unknown = [name for name in names if name not in known]
         if unknown and self.enabled():
-            raise UnknownTagError.of(unknown, sorted(known))
+            raise errors.UnknownTagError.of(unknown, sorted(known))
         return names
 
     def status(self) -> Status:
@@ -280,7 +274,7 @@ class RankMemory(Group):
                 raise error
         return plans
 
-    def _shortage(self, plans: Sequence[Plan]) -> OutOfHostMemoryError | None:
+    def _shortage(self, plans: Sequence[Plan]) -> errors.OutOfHostMemoryError | None:
         """Return the error of a release by these plans; None if this host has enough memory for its ranks together.
 
         What is in a shared store is not counted: what the store lacks shows only while content is saved.
@@ -294,7 +288,7 @@ class RankMemory(Group):
                 needed += max(0, plans[rank].host_bytes_needed - backup.unused_bytes - growing)
         if needed == 0 or needed <= (free := available_host_bytes()):
             return None
-        return OutOfHostMemoryError(
+        return errors.OutOfHostMemoryError(
             f"the backups of all ranks need {needed} more bytes of host memory together, and {free} are free; nothing "
             "was released: release fewer tags, discard some, or free host memory",
             needed,
@@ -309,7 +303,7 @@ class RankMemory(Group):
             found = self._of_ranks([plan.obstacles for plan in plans])
             if found or reasons:
                 obstacles = "; ".join(dict.fromkeys([*found, *reasons]))
-                raise UnsupportedError(f"the engine cannot be hibernated: {obstacles}; nothing was released")
+                raise errors.UnsupportedError(f"the engine cannot be hibernated: {obstacles}; nothing was released")
         asked = request.hibernate or not request.tags or COMMUNICATORS in request.tags
         return names if asked else ()
 
@@ -341,7 +335,7 @@ class RankMemory(Group):
         try:
             with log.running(lambda: self.progress.phase or steps.phase):
                 yield steps
-        except MemsaverError:
+        except errors.MemsaverError:
             if steps.failed_phase:
                 log.failed = steps.failed_phase
             raise

@@ -15,13 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from memsaver_core.compat.patching import wrap
-from memsaver_core.contract.errors import (
-    AdmissionClosedError,
-    DrainTimeoutError,
-    GroupFailedError,
-    MemsaverError,
-    UnsupportedError,
-)
+from memsaver_core.contract import errors
 from memsaver_core.contract.policies import RestorePolicy
 from memsaver_core.contract.requests import DrainMode, MemoryRequest
 from memsaver_core.ranks.connection import started
@@ -63,11 +57,11 @@ class VllmMemory(RankMemory):
         self.progress.asking()  # a rank that is put to sleep is at work, as it is with a message
         try:
             self.wait(self.channel.sleep(level))
-        except GroupFailedError:
+        except errors.GroupFailedError:
             raise
         except Exception as error:
             self.ask(TakeOutcome())  # so that no rank still expects the release
-            raise MemsaverError(f"the engine cannot go to sleep: {error}; repeat the call, or resume") from error
+            raise errors.MemsaverError(f"the engine cannot go to sleep: {error}; repeat the call, or resume") from error
         answers = self.ask(TakeOutcome())
         if all(answer.report is None and answer.failure is None for answer in answers):
             # The engine did not ask its ranks: it counts as asleep since a part of its memory was released before.
@@ -129,7 +123,7 @@ class VllmEngine(Gate):
         super().drain(timeout_s, mode, given_up)
         try:
             self.pause(mode, timeout_s, given_up)
-        except DrainTimeoutError:
+        except errors.DrainTimeoutError:
             if not self._paused:
                 self.wake_up([SCHEDULING])
             raise
@@ -140,14 +134,14 @@ class VllmEngine(Gate):
         pausing = self.call("sleep", 0, mode)
         if not is_done(pausing, timeout_s, given_up):
             pausing.cancel()
-            raise DrainTimeoutError(timeout_s, self.pending())
+            raise errors.DrainTimeoutError(timeout_s, self.pending())
         pausing.result()
 
     def verify_tokens(self) -> list[int]:
         """See ``VerifiableEngine``; vLLM's scheduler runs for a moment. Raises UnsupportedError if requests are frozen,
         MemsaverError if it takes longer than ``VERIFICATION_S``."""
         if frozen := self.pending():
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"{len(frozen)} request(s) are frozen and would run along; to verify, release with mode wait or abort"
             )
         _in_time(self.call("wake_up", None if self._asleep else [SCHEDULING]))
@@ -195,7 +189,7 @@ class ApiServerEngine(VllmEngine):
             if self._closed is None:
                 return
             if len(self._waiting) >= self._hold:
-                raise AdmissionClosedError(self._closed)
+                raise errors.AdmissionClosedError(self._closed)
             opened = asyncio.Event()
             self._waiting.add(opened)
         try:
@@ -292,7 +286,7 @@ class OfflineEngine(VllmEngine):
     def pause(self, mode: DrainMode, timeout_s: float, given_up: Callable[[], bool] = never) -> None:
         pausing = self.call("sleep", 0, "keep" if mode == "wait" else mode)  # the gate is drained: no call generates
         if not is_done(pausing, timeout_s, given_up):
-            raise DrainTimeoutError(timeout_s, ["a call of the LLM that has not returned"])
+            raise errors.DrainTimeoutError(timeout_s, ["a call of the LLM that has not returned"])
         pausing.result()
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
@@ -318,7 +312,7 @@ class OfflineEngine(VllmEngine):
 
 def _in_time(call: Future[_T]) -> _T:
     if not is_done(call, VERIFICATION_S):
-        raise MemsaverError(f"vLLM did not compute the verification prompt in {VERIFICATION_S:g} s")
+        raise errors.MemsaverError(f"vLLM did not compute the verification prompt in {VERIFICATION_S:g} s")
     return call.result()
 
 
