@@ -49,7 +49,7 @@ class EngineFailure(Exception):
         super().__init__(message)
 
 
-#: Calls of those that engines answer at once that are in flight at a time.
+#: Calls that engines answer at once, in flight at a time.
 SHORT_CALLS = 64
 
 
@@ -62,7 +62,7 @@ class Coordinator:
         silence_s: an engine that does not answer for so long counts as silent, seconds.
         verify: as for the client; one for all engines, as making one takes longer than a call.
         holds: it brings the engines to what is wanted all the time.
-        turns: bounds how many short calls are in flight at once.
+        turns: bounds how many calls that engines answer at once are in flight.
     """
 
     name: str
@@ -142,12 +142,7 @@ class Connection:
         await self._ask(partial(self._client.abort, operation_id, key=key))
 
     async def perform(
-        self,
-        verb: Verb,
-        body: Mapping[str, Any],
-        *,
-        key: str | None = None,
-        limit_s: float | None = None,
+        self, verb: Verb, body: Mapping[str, Any], *, key: str | None = None, limit_s: float | None = None
     ) -> OperationAnswer:
         """Release or resume in one call. Calls with the same Idempotency-Key ``key`` act once."""
         call = _operation(verb, body, key)
@@ -161,8 +156,7 @@ class Connection:
         """Return the answer of a call that the engine answers at once."""
         answer: asyncio.Task[_T] | None = None
         try:
-            # The time that a call waits for the coordinator itself does not count, and the silent keep no other from
-            # being asked.
+            # The time that a call waits for its turn does not count, and silent engines do not keep their turn.
             async with self._coordinator.turns:
                 answer = asyncio.create_task(send())
                 self._unanswered[answer] = clock.monotonic()
@@ -194,10 +188,8 @@ class Connection:
         except Exception as error:  # any answer at all may come from an address: it concerns no other engine
             if self._closed:
                 raise EngineFailure("left", f"{self.member.url} is no member of the fleet any more") from error
-            what = f"{type(error).__name__}: {str(error)[:200]}"
-            raise EngineFailure(
-                "unreadable", f"{self.member.url} gave an answer that cannot be read ({what})"
-            ) from error
+            what = f"gave an answer that cannot be read ({type(error).__name__}: {str(error)[:200]})"
+            raise EngineFailure("unreadable", f"{self.member.url} {what}") from error
 
     async def _attend(
         self,
@@ -205,12 +197,8 @@ class Connection:
         find: Callable[[], Coroutine[Any, Any, str]],
         limit_s: float | None,
     ) -> _T:
-        """Return the answer of a call that takes long; meanwhile make sure that the engine works on it.
-
-        Args:
-            send: sends the call. It may be sent again: what it asks for is done once.
-            find: returns the id of the engine's operation.
-        """
+        """Return the answer of a call that takes long; meanwhile make sure that the engine works on it. ``send`` may
+        send the call again: what it asks for is done once. ``find`` returns the id of the engine's operation."""
         answer, worked = asyncio.create_task(send()), asyncio.create_task(self._until_worked(find))
         try:
             await asyncio.wait({answer, worked}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)

@@ -82,12 +82,7 @@ class FleetController:
     )
 
     def __init__(
-        self,
-        fleet: AsyncFleet,
-        settings: Settings,
-        turns: TurnOptions,
-        engine_key: str | None,
-        callers: CallerFigures,
+        self, fleet: AsyncFleet, settings: Settings, turns: TurnOptions, engine_key: str | None, callers: CallerFigures
     ) -> None:
         relay()
         self.closing = threading.Event()
@@ -137,15 +132,9 @@ class FleetController:
         return self._start(asked, client, named)
 
     def _start(self, asked: AskedOfFleet, client: str, key: str | None) -> FleetOperation:
-        """Begin an operation, or join an equal one that runs.
-
-        Args:
-            key: a repeat with the same key is the same operation, also when it has ended, unless it failed. It becomes
-                the operation's id.
-
-        Raises:
-            ConflictError: the opposite is in progress on some of the engines, and ``asked.wait`` is false.
-        """
+        """Begin an operation, or join an equal one that runs. Its id is ``key``: a repeat with that is the same one,
+        also when it has ended, unless it failed. Raises ConflictError if the opposite is in progress on some of the
+        engines, unless ``asked.wait``."""
         if (known := self._fleet.known(asked, key or "")) is not None:
             return known
         running = self._running()
@@ -388,15 +377,8 @@ class FleetController:
         body: dict[str, Any] | bytes | None = None,
         query: dict[str, Any] | None = None,
     ) -> Answer:
-        """Send the same call to every selected engine; return the answer that lists theirs.
-
-        Args:
-            done: what it says if all succeed.
-
-        Raises:
-            FleetUnknownError: the members cannot be read.
-            NotFoundError: no engine is selected.
-        """
+        """Send the same call to every selected engine; return the answer that lists theirs, and says ``done`` if all
+        succeed. Raises FleetUnknownError if the members cannot be read, NotFoundError if no engine is selected."""
         engines = self._engines_of(selected)
         rows = await call_each(engines, self._upstreams, self._observer, method, path, body, query)
         await self._observer.look([row.name for row in rows])

@@ -25,7 +25,7 @@ from memsaver_server.fleet.budget import groups_of
 from memsaver_server.fleet.connection import EngineFailure
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.record import Keeper, Outcome, Prepared, RecordError, Running, Wanted
+from memsaver_server.fleet.record import Keeper, Outcome, RecordError, Running, Wanted
 
 logger = logging.getLogger("memsaver")
 
@@ -262,21 +262,16 @@ class Execution:
         """Return what a reconciler is to do on engines that could not be undone, or do not answer."""
         verb = self._request.operation
         back = self._wish.model_copy(update={"state": STATES[OPPOSITE[verb]], "options": {}, "until_asked": False})
-        strays = [part for part in self._parts if part.tags and part.is_stray(verb)]
         return [
             back.model_copy(update={"selector": Selector(names=(part.member.name,)), "tags": part.tags})
-            for part in strays
+            for part in self._parts
+            if part.tags and part.is_stray(verb)
         ]
 
     # -- the record ----------------------------------------------------------------------------------------------------
 
     async def _note(self, stage: Literal["preparing", "committing", "rolling_back"]) -> None:
-        engines = {
-            part.member.name: Prepared(
-                url=part.member.url, operation_id=part.operation_id, tags=part.tags, gpus=part.member.gpus
-            )
-            for part in self._parts
-        }
+        engines = {part.member.name: part.as_prepared() for part in self._parts}
         digest = self._operation.digest
         running = Running(stage=stage, wanted=self._wish, key=self._key, digest=digest, engines=engines)
         await self._keeper.running(self._id, running)

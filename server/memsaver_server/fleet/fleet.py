@@ -119,8 +119,7 @@ class AsyncFleet:
         A caller that is cancelled cancels nothing: the operation continues. ``cancel`` does.
 
         Args:
-            operation_id: the id of this operation; a repeat with the same id does nothing twice. It carries out what
-                has failed.
+            operation_id: the id of this operation; a repeat with the same id carries out only what has failed.
             options: the other fields of ``memsaver_core.contract.requests.FleetRelease``; by default ``timeout_s`` is
                 60. With ``fleet_mode`` ``all`` (the default) all engines prepare, then commit; if one fails, all are as
                 before, or the result says which is not. With ``best_effort`` each acts by itself. ``mode`` may be
@@ -211,10 +210,9 @@ class AsyncFleet:
                 asked = running.wanted.asked().resolved(DEFAULT_TIMEOUT_S)
                 operation = FleetOperation.left(operation_id, running, asked)
                 self._recoveries[operation_id] = operation
-                task = operation.task = asyncio.create_task(
-                    self._concluded(operation, self._carry_on(operation, running))
-                )
-                task.add_done_callback(partial(self._recovered, operation_id))
+                work = self._concluded(operation, self._carry_on(operation, running))
+                operation.task = asyncio.create_task(work)
+                operation.task.add_done_callback(partial(self._recovered, operation_id))
         return dict(self._recoveries)
 
     def _recovered(self, operation_id: str, task: asyncio.Task[FleetResult]) -> None:
@@ -290,12 +288,11 @@ class AsyncFleet:
         self.history.add(operation)
         try:
             result = await work
+            operation.conclude(result)
+            return result
         except BaseException as error:
             operation.conclude(None, error)
             raise
-        else:
-            operation.conclude(result)
-            return result
         finally:
             self.on_ended(operation)
             self.history.forget()
@@ -403,11 +400,7 @@ def _asked(
     operation_id: str | None,
     options: Mapping[str, object],
 ) -> AskedOfFleet:
-    """Return the request of a call.
-
-    Raises:
-        FleetError: an option does not exist, or has a wrong value.
-    """
+    """Return the request of a call; raise FleetError if an option does not exist, or has a wrong value."""
     acts = acts_of(model)
     for name in options.keys() - keywords.__annotations__.keys():
         if name not in acts or acts[name].fleet == "own":  # else the model says why a fleet refuses it

@@ -109,10 +109,8 @@ def checked(members: Iterable[Member]) -> list[Member]:
     found: dict[str, Member] = {}
     for member in members:
         if "@" in member.url and not member.url.startswith("unix:"):
-            name = member.name.rpartition("@")[2]
-            raise MembershipError(
-                f"the address of {name!r} has a user or a password; write the engine's key as api_key"
-            )
+            address = f"the address of {member.name.rpartition('@')[2]!r}"
+            raise MembershipError(f"{address} has a user or a password; write the engine's key as api_key")
         if member.name in found:
             raise MembershipError(f"two members are called {member.name!r} ({found[member.name].url}, {member.url})")
         try:

@@ -150,9 +150,8 @@ class FleetOperation(Operation):
         """The stage of each engine, as in ``FleetProgress``."""
         if self.result is None:
             return {part.member.name: part.shown for part in self.parts}
-        return {
-            each.name: "done" if each.success else "failed" if each.error else "undone" for each in self.result.engines
-        }
+        rows = self.result.engines
+        return {row.name: "done" if row.success else "failed" if row.error else "undone" for row in rows}
 
     def go(self, event: str) -> None:
         with self.changed:

@@ -12,7 +12,7 @@ from memsaver_core.contract.status import OccupationAnswer
 from memsaver_server import clock
 from memsaver_server.fleet.connection import Connection, EngineFailure
 from memsaver_server.fleet.members import Member
-from memsaver_server.fleet.record import Wanted
+from memsaver_server.fleet.record import Prepared, Wanted
 from memsaver_server.fleet.results import EngineResult, EngineStatus, state_of
 
 
@@ -67,6 +67,11 @@ class Part:
         self.stage, self.operation_id = "prepared", answer.operation_id
         self.tags = tuple(tag.tag for tag in answer.tags if tag.bytes)
         self._lease_ends = lease_ends
+
+    def as_prepared(self) -> Prepared:
+        """Return what the record keeps of it."""
+        member = self.member
+        return Prepared(url=member.url, operation_id=self.operation_id, tags=self.tags, gpus=member.gpus)
 
     def lease_left(self) -> float:
         """Seconds for which it surely stays prepared."""

@@ -1,7 +1,6 @@
 """What is wanted of a fleet: one small record, which any coordinator can carry on from.
 
-What the engines are is asked of the engines; the record only says what they should be, and which operation of the
-fleet has begun to commit.
+What the engines are is asked of the engines. The record says what they should be, and which operations have begun.
 """
 
 from __future__ import annotations
@@ -9,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
+from memsaver_core.contract.model import Model
 from memsaver_core.contract.requests import ASKED_OF_FLEET, STATES, AskedOfFleet, Described, Selector, Verb
 from memsaver_server.operation.history import KEPT_S, MAX_KEPT
 from memsaver_server.wrong_fields import wrong_fields
@@ -25,7 +25,7 @@ Outcome = Literal["begun", "succeeded", "failed", "cancelled"]
 VERBS: dict[str, Verb] = {state: verb for verb, state in STATES.items()}
 
 
-class Wanted(BaseModel):
+class Wanted(Model):
     """One wish. The last one that concerns an engine and a tag counts.
 
     Attributes:
@@ -37,12 +37,10 @@ class Wanted(BaseModel):
         at: seconds since the epoch.
     """
 
-    model_config = ConfigDict(frozen=True)
-
     selector: Selector
     state: Literal["released", "resident"]
     tags: tuple[str, ...] | None = None
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = {}
     operation_id: str = ""
     client: str = ""
     until_asked: bool = False
@@ -69,7 +67,7 @@ class Wanted(BaseModel):
         return model(selector=self.selector, tags=self.tags or (), **known)
 
 
-class Known(BaseModel):
+class Known(Model):
     """What the id of an operation stands for.
 
     Attributes:
@@ -78,38 +76,28 @@ class Known(BaseModel):
         at: seconds since the epoch.
     """
 
-    model_config = ConfigDict(frozen=True)
-
     digest: str
     verb: Verb
     outcome: Outcome
     at: float
 
 
-class Prepared(BaseModel):
-    """What one engine has prepared: its own operation, empty until it is known, and the tags that this moves.
-
-    Attributes:
-        gpus: the UUIDs of those that it uses.
-    """
-
-    model_config = ConfigDict(frozen=True)
+class Prepared(Model):
+    """What one engine has prepared: its own operation, empty until it is known, and the tags that this moves."""
 
     url: str
     operation_id: str = ""
     tags: tuple[str, ...] = ()
-    gpus: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()  # UUIDs of those that it uses
 
 
-class Running(BaseModel):
+class Running(Model):
     """How far an operation in mode ``all`` is. Once it is ``committing``, every engine is prepared.
 
     Attributes:
         key: the Idempotency-Key under which the engines prepare it, by which any coordinator can commit or abort it.
         digest: of the request.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     stage: Literal["preparing", "committing", "rolling_back"]
     wanted: Wanted
@@ -118,7 +106,7 @@ class Running(BaseModel):
     engines: dict[str, Prepared]
 
 
-class RecordContent(BaseModel):
+class RecordContent(Model):
     """The record. ``running`` has the operations in mode ``all`` that have not ended, by their id.
 
     ``ids`` has what the ids of those that have ended stand for. An id is kept for ``KEPT_S`` after the operation's end;
@@ -126,12 +114,10 @@ class RecordContent(BaseModel):
     carried out, and the answer says what that did.
     """
 
-    model_config = ConfigDict(frozen=True)
-
     version: Literal[1] = 1
     wanted: tuple[Wanted, ...] = ()
-    running: dict[str, Running] = {}
-    ids: dict[str, Known] = {}
+    running: Mapping[str, Running] = {}
+    ids: Mapping[str, Known] = {}
 
     def known(self, operation_id: str) -> Known | None:
         """Return what the id of an operation that has ended stands for, as long as it is kept."""
@@ -139,8 +125,7 @@ class RecordContent(BaseModel):
         return known if known is not None and known.at > time.time() - KEPT_S else None
 
     def first(self, operation_id: str, digest: str) -> str:
-        """Return the other request for which an id stands, in words; empty if it stands for that of ``digest``, or for
-        none."""
+        """Return in words the other request for which an id stands; empty if that is the one of ``digest``, or none."""
         known, running = self.known(operation_id), self.running.get(operation_id)
         if known is not None and known.digest != digest:
             return f"{known.verb} {operation_id}"
@@ -274,9 +259,7 @@ class Keeper:
             return content
 
     async def running(self, operation_id: str, running: Running) -> None:
-        await self._change(
-            lambda content: content.model_copy(update={"running": {**content.running, operation_id: running}})
-        )
+        await self._change(lambda old: old.model_copy(update={"running": {**old.running, operation_id: running}}))
 
     async def ended(self, operation_id: str, known: Known, *wishes: Wanted) -> None:
         """Note that an operation has ended, what its id stands for, and what is wanted from now on."""

@@ -139,8 +139,7 @@ class FleetEvent(Model):
 
     ``event`` is ``joined``, ``left``, ``state`` (an engine's state changed), ``silent`` (it gives no answer yet),
     ``dead``, ``back``, ``progress`` (an operation's on one engine), ``operation`` (the fleet's: stage changed),
-    ``result`` (it ended), ``reconciled``, or ``error`` (the members cannot be read). ``engine`` is the engine's name,
-    or empty.
+    ``result`` (it ended), ``reconciled``, or ``error`` (the members cannot be read). ``engine`` is its name, or empty.
     """
 
     at: float

@@ -6,13 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from memsaver_core.contract.status import (
-    AdmissionStatus,
-    Consumer,
-    HostBackup,
-    OccupiedDevice,
-    TagOccupation,
-)
+from memsaver_core.contract.status import AdmissionStatus, Consumer, HostBackup, OccupiedDevice, TagOccupation
 from memsaver_server.fleet.observer import Observer
 from memsaver_server.fleet.results import EngineRow, EngineStatus, FleetOccupationAnswer, FleetStatus
 
@@ -29,6 +23,7 @@ def occupation(observer: Observer, running: str | None, requests: Mapping[str, i
     status, silence = observer.status, observer.silence()
     seen = [engine.occupation for engine in status.engines if engine.occupation is not None]
     is_open = any(one.admission.open for one in seen)
+    reason = observer.trouble or ("" if is_open else "no engine accepts requests")
     backups = [one.host_backup for one in seen]
     sizes = ("bytes", "capacity_bytes", "file_bytes", "unused_bytes")
     hosts = {one.host_id: one.host_bytes for one in seen}
@@ -44,9 +39,7 @@ def occupation(observer: Observer, running: str | None, requests: Mapping[str, i
         hibernated=bool(seen) and all(one.hibernated for one in seen),
         engine=f"fleet of {len(status.engines)}",
         model=", ".join(sorted({engine.model for engine in status.engines if engine.model})),
-        admission=AdmissionStatus(
-            open=is_open, reason=observer.trouble or ("" if is_open else "no engine accepts requests")
-        ),
+        admission=AdmissionStatus(open=is_open, reason=reason),
         operation_id=running,
         tags=_tags(status),
         devices=devices(status),
@@ -56,9 +49,7 @@ def occupation(observer: Observer, running: str | None, requests: Mapping[str, i
             prepared=bool(backups) and all(one.prepared for one in backups),
         ),
         host_bytes=sum(hosts.values()),
-        engines=tuple(
-            _row(engine, requests.get(engine.name, 0), silence.get(engine.name, 0.0)) for engine in status.engines
-        ),
+        engines=tuple(_row(one, requests.get(one.name, 0), silence.get(one.name, 0.0)) for one in status.engines),
         wanted=tuple(status.wanted),
         progress=status.progress,
     )
@@ -72,12 +63,8 @@ def devices(status: FleetStatus) -> tuple[OccupiedDevice, ...]:
         for device in engine.occupation.devices if engine.occupation else ():
             found[device.uuid] = device
             held.setdefault(device.uuid, []).extend(device.sources)
-    return tuple(
-        device.model_copy(
-            update={"index": index, "process_bytes": None, "sources": _own(held[uuid], device.used_bytes)}
-        )
-        for index, (uuid, device) in enumerate(found.items())
-    )
+    of_all = {uuid: {"process_bytes": None, "sources": _own(held[uuid], found[uuid].used_bytes)} for uuid in found}
+    return tuple(each.model_copy(update={"index": n, **of_all[uuid]}) for n, (uuid, each) in enumerate(found.items()))
 
 
 def total(gpus: Sequence[OccupiedDevice]) -> list[dict[str, Any]]:

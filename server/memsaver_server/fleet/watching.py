@@ -90,9 +90,7 @@ class _Watcher:
         for member, part in said:
             if part is not None and member.name not in self._follows:
                 self._follows[member.name] = asyncio.create_task(self._follow(part))
-        await self._roster.until_answered(
-            (member, self._follows[member.name]) for member, part in said if part is not None
-        )
+        await self._roster.until_answered((member, self._follows[member.name]) for member, part in said if part)
 
     def _compare(self, member: Member, part: Part | None) -> None:
         """Report what is new of a member; ``part``: what it said; None: it is silent."""
@@ -120,9 +118,8 @@ class _Watcher:
             now = await part.connection.operation(part.before.operation_id)
         except EngineFailure:  # it has just ended; or the next look shows it
             return
-        data = now.model_dump(
-            mode="json", include={"operation_id", "operation", "status", "phase", "seconds", "stalled", "progress"}
-        )
+        shown = {"operation_id", "operation", "status", "phase", "seconds", "stalled", "progress"}
+        data = now.model_dump(mode="json", include=shown)
         about = {key: value for key, value in data.items() if key != "seconds"}
         if about != self._progress.get(name):
             self._progress[name] = about

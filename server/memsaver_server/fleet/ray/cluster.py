@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray._private import state as ray_state
@@ -51,8 +51,7 @@ def connect() -> None:
 
 
 def read_key(key: str) -> bytes | None:
-    value: bytes | None = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
-    return value
+    return cast(bytes | None, internal_kv._internal_kv_get(key, namespace=NAMESPACE))
 
 
 def write_key(key: str, value: bytes) -> None:

@@ -7,7 +7,7 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -38,10 +38,8 @@ class Coordinator:
     # Ray awaits it: the tasks that it starts need the actor's loop.
     async def __init__(self, fleet: str, options: Mapping[str, Any]) -> None:  # type: ignore[misc]
         self._membership = RayMembership(fleet)
-        key = os.environ.get("MEMSAVER_API_KEY")
-        self._fleet = AsyncFleet(
-            self._membership, record=RayRecord(fleet), **{"api_key": key, "name": fleet, **options}
-        )
+        given = {"api_key": os.environ.get("MEMSAVER_API_KEY"), "name": fleet, **options}
+        self._fleet = AsyncFleet(self._membership, record=RayRecord(fleet), **given)
         self._keeping = asyncio.create_task(self._fleet.keep())
 
     async def release(self, selector: Selector | None, options: Mapping[str, Any]) -> FleetResult:
@@ -52,10 +50,8 @@ class Coordinator:
 
     async def status(self, selector: Selector | None) -> FleetStatus:
         status = await self._fleet.status(selector)
-        dead = [
-            EngineStatus.of(death.member, None, f"its actor died: {death.cause}")
-            for death in self._membership.deaths(selector)
-        ]
+        deaths = self._membership.deaths(selector)
+        dead = [EngineStatus.of(each.member, None, f"its actor died: {each.cause}") for each in deaths]
         return status.model_copy(update={"engines": [*status.engines, *dead]})
 
     async def cancel(self, operation_id: str) -> FleetResult:
@@ -133,24 +129,20 @@ class RayFleet:
 
     def status(self, selector: Selector | None = None) -> FleetStatus:
         """See ``Fleet.status``. Engines whose actors have died for good are listed for an hour."""
-        answer: FleetStatus = _get(self.actor.status.remote(selector))
-        return answer
+        return cast(FleetStatus, _get(self.actor.status.remote(selector)))
 
     def cancel(self, operation_id: str) -> FleetResult:
         """See ``Fleet.cancel``."""
-        answer: FleetResult = _get(self.actor.cancel.remote(operation_id))
-        return answer
+        return cast(FleetResult, _get(self.actor.cancel.remote(operation_id)))
 
     def reconcile(self) -> list[EngineResult]:
         """See ``Fleet.reconcile``. The coordinator does it all the time."""
-        answer: list[EngineResult] = _get(self.actor.reconcile.remote())
-        return answer
+        return cast(list[EngineResult], _get(self.actor.reconcile.remote()))
 
     @property
     def progress(self) -> FleetProgress | None:
         """See ``Fleet.progress``."""
-        answer: FleetProgress | None = _get(self.actor.progress.remote())
-        return answer
+        return cast(FleetProgress | None, _get(self.actor.progress.remote()))
 
     def watch(self, interval_s: float = 1.0) -> Iterator[FleetEvent]:
         """See ``Fleet.watch``. After a restart of the coordinator it begins again with ``joined``."""
@@ -169,8 +161,7 @@ class RayFleet:
 
     def _operate(self, method: Any, selector: Selector | None, options: Mapping[str, Any]) -> FleetResult:
         asked = {**options, "operation_id": options.get("operation_id") or uuid.uuid4().hex}
-        answer: FleetResult = _get(method.remote(selector, asked))
-        return answer
+        return cast(FleetResult, _get(method.remote(selector, asked)))
 
 
 def _get(answer: Any) -> Any:

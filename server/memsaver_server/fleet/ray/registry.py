@@ -168,9 +168,8 @@ def _ask(url: str, api_key: str | None) -> tuple[str, tuple[str, ...]]:
         with Client(url, api_key=api_key) as client:
             now = client.occupation()
     except ClientError as error:
-        raise FleetError(
-            f"the engine cannot be registered: its service at {url} does not say its state: {error}"
-        ) from error
+        why = f"its service at {url} does not say its state: {error}"
+        raise FleetError(f"the engine cannot be registered: {why}") from error
     return now.model, tuple(device.uuid for device in now.devices)
 
 

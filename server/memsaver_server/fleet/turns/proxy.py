@@ -113,8 +113,7 @@ def _is_refusal(content: bytes) -> bool:
 
 
 class Relayed(Response):
-    """An engine's answer, byte for byte. ``ended`` is called once, when it is through or the client is gone,
-    or has read nothing for ``UNREAD_S``."""
+    """An engine's answer, byte for byte. ``ended`` is called once: when it is sent, or the client is gone or stuck."""
 
     def __init__(self, upstream: httpx.Response, headers: Headers, ended: Callable[[], None]) -> None:
         self.background = None

@@ -107,12 +107,9 @@ def request_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
         for name, value in headers
         if (key := name.decode("latin-1").lower()) not in _HOP | _OWN and not key.startswith("sec-")
     ]
-    # httpx would add its own, and the engine would compress for it.
-    return (
-        sent
-        if any(name.lower() == b"accept-encoding" for name, _ in sent)
-        else [*sent, (b"accept-encoding", b"identity")]
-    )
+    if not any(name.lower() == b"accept-encoding" for name, _ in sent):  # httpx would add its own: compressed answers
+        sent.append((b"accept-encoding", b"identity"))
+    return sent
 
 
 def answer_headers(headers: httpx.Headers, engine: str) -> Headers:
