@@ -50,6 +50,5 @@ def create_fleet_app(
     settings = settings or Settings()
     controller = FleetController(fleet, settings, turns or TurnOptions(), engine_key, CallerFigures())
     about = "Many engines, released together or not at all, and woken by the requests for their models."
-    return application(
-        controller, settings, routers_of(controller.models, controller.capabilities), "memsaver fleet", about
-    )
+    routers = routers_of(controller.models, controller.capabilities)
+    return application(controller, settings, routers, "memsaver fleet", about)

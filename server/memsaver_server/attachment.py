@@ -91,7 +91,7 @@ def attach(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
-    uds: str | os.PathLike[str] | None = None,
+    uds: _Path | None = None,
     settings: Settings | None = None,
     ssl_keyfile: _Path | None = None,
     ssl_certfile: _Path | None = None,
@@ -106,12 +106,10 @@ def attach(
         port: the port to bind; 0 chooses a free one.
         uds: bind this Unix socket instead, with mode 0600.
         settings: the default is the environment's.
-        ssl_keyfile, ssl_certfile: serve HTTPS with this private key and certificate (PEM); the file of the
-            certificate may hold the key, too.
+        ssl_keyfile, ssl_certfile: serve HTTPS with this private key and certificate (PEM), which may be one file.
 
     Raises:
-        ConfigurationError: the address needs a key or cannot be bound, or a file of key, certificate or audit cannot
-            be used.
+        ConfigurationError: the address needs a key or cannot be bound, or a file named here or by ``settings`` is bad.
     """
     settings = settings or Settings()
     communicators.warn_of_registered_graphs()
@@ -127,7 +125,7 @@ def serve_app(
     settings: Settings,
     host: str = "127.0.0.1",
     port: int = 0,
-    uds: str | os.PathLike[str] | None = None,
+    uds: _Path | None = None,
     *,
     ssl_keyfile: _Path | None = None,
     ssl_certfile: _Path | None = None,
@@ -147,9 +145,8 @@ def serve_app(
         lifespan="on",
         log_config=None,
         access_log=False,
-        # asyncio accepts this many connections in one iteration: a probe's may be behind those of a crowd. When file
-        # descriptors run out it logs a traceback for each: for 2048 that would delay all requests. See startup() for
-        # the backlog of the socket itself.
+        # asyncio accepts so many connections in one iteration, and logs a traceback for each when file descriptors run
+        # out: more would delay a probe. The backlog of the socket itself is set in startup().
         backlog=ACCEPTED_AT_ONCE,
         timeout_graceful_shutdown=GRACE_S,
         ssl_keyfile=ssl_keyfile,
@@ -168,7 +165,7 @@ def serve_app(
     return Attachment(server, bound, thread)
 
 
-def check_place(host: str, port: int, uds: str | os.PathLike[str] | None, settings: Settings) -> None:
+def check_place(host: str, port: int, uds: _Path | None, settings: Settings) -> None:
     """Check that ``attach`` could bind here, before anything that takes long.
 
     Raises:
@@ -238,9 +235,8 @@ def _bind(host: str, port: int, uds: _Path | None, settings: Settings) -> socket
         bound.bind(address)
     except OSError as error:
         held = f", by {' and '.join(holders)}" if (holders := port_holders(port)) else ""
-        raise ConfigurationError(
-            f"cannot bind {host}:{port}: {error.strerror}{held}; choose another address or port 0"
-        ) from None
+        why = f"{error.strerror}{held}; choose another address or port 0"
+        raise ConfigurationError(f"cannot bind {host}:{port}: {why}") from None
     return bound
 
 

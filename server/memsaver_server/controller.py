@@ -102,6 +102,8 @@ class Models:
 
 
 OperationT = TypeVar("OperationT", bound=Operation)
+#: What a controller can do beside what every controller can; decides which routes there are.
+Capability = Literal["generate", "update", "models"]
 
 
 class Controller(Protocol[OperationT]):
@@ -110,14 +112,13 @@ class Controller(Protocol[OperationT]):
     Attributes:
         closing: set by ``close``: streams end.
         name: of what is controlled.
-        capabilities: what it can do beside what every controller can; decides which routes there are.
         callers: what the server counts of its callers.
     """
 
     models: Models
     closing: threading.Event
     name: str
-    capabilities: frozenset[Literal["generate", "update", "models"]]
+    capabilities: frozenset[Capability]
     callers: CallerFigures
 
     async def start(self) -> None: ...

@@ -54,14 +54,14 @@ def caller_metrics(callers: CallerFigures) -> Iterator[Metric]:
 def counters(name: str, help_text: str, labels: list[str], counts: Mapping[Any, float]) -> Metric:
     """Return counts by the value of a label, or by those of several, in order."""
     values = {each if isinstance(each, tuple) else (each,): count for each, count in sorted(counts.items())}
-    return filled(CounterMetricFamily(name, help_text, labels=labels), values)
+    return _filled(CounterMetricFamily(name, help_text, labels=labels), values)
 
 
 def gauges(name: str, help_text: str, labels: list[str], values: Mapping[Any, float]) -> Metric:
-    return filled(GaugeMetricFamily(name, help_text, labels=labels), values)
+    return _filled(GaugeMetricFamily(name, help_text, labels=labels), values)
 
 
-def filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[Any, float]) -> Metric:
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[Any, float]) -> Metric:
     for labels, value in values.items():
         family.add_metric(list(labels), value)
     return family

@@ -99,10 +99,9 @@ class Settings(EnvironmentSettings):
 
     @model_validator(mode="after")
     def _validate_read_key(self) -> Settings:
-        if self.read_key is not None and (self.api_key is None or self.read_key == self.api_key):
-            raise ValueError(
-                "MEMSAVER_READ_KEY needs another key in MEMSAVER_API_KEY, for the callers that may do more"
-            )
+        if self.read_key is not None and self.api_key in (None, self.read_key):
+            need = "MEMSAVER_READ_KEY needs another key in MEMSAVER_API_KEY"
+            raise ValueError(f"{need}, for the callers that may do more")
         return self
 
 

@@ -68,11 +68,8 @@ async def in_thread(
 
 
 def on_this_loop(done: Future[None]) -> asyncio.Future[None]:
-    """Return a future of the running event loop that is done once ``done`` is.
-
-    Unlike ``asyncio.wrap_future`` it leaves no reference cycle, which would keep what belongs to the future alive until
-    the next garbage collection.
-    """
+    """Return a future of the running event loop that is done once ``done`` is. Unlike ``asyncio.wrap_future`` it leaves
+    no reference cycle, which would keep what belongs to the future alive until the next garbage collection."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
 

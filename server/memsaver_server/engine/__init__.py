@@ -47,8 +47,8 @@ class Memory(Protocol):
     def resume(self, request: Tagged, *, log: PhaseLog | None = None) -> OperationReport: ...
 
     def check_release(self, request: MemoryRequest) -> object:
-        """Raise what ``release`` would raise now because it is impossible. It may hold what the release needs, until
-        that or ``give_back_reserved``."""
+        """Raise what ``release`` would raise now because it is impossible. May hold what the release needs until then,
+        or until ``give_back_reserved``."""
 
     def reserve(self, request: Tagged) -> None:
         """Take the device memory that ``resume`` needs, which then cannot run short, and hold it until ``resume`` or
@@ -119,12 +119,9 @@ def unwritten_weights(engine: object) -> Collection[str]:
 
 @runtime_checkable
 class Engine(Protocol):
-    """An engine that the service can quiesce. Calls may come from different threads, and may block unless they say
-    otherwise.
-
-    The service closes admission and drains the engine before it releases memory, and opens admission only when all
-    memory is resident and repaired.
-    """
+    """An engine that the service can quiesce. Calls come from any thread, and may block unless they say otherwise. The
+    service closes admission and drains the engine before it releases memory, and opens admission only when all memory
+    is resident and repaired."""
 
     name: str
 
@@ -146,8 +143,7 @@ class Engine(Protocol):
 
         Args:
             timeout_s: deadline, seconds.
-            mode: ``wait`` until requests end; ``abort`` them, each with its output so far; ``keep`` (freeze) them until
-                admission opens.
+            mode: what to do to requests in flight, see ``DrainMode``.
             given_up: ask it every ``DRAIN_POLL_S``: once it is true the release was cancelled, or is about to drain
                 with a stronger mode, and this drain ends as after ``timeout_s``. A method without this parameter
                 cannot ask; the release is then cancelled after its drain.

@@ -18,11 +18,8 @@ logger = logging.getLogger("memsaver")
 
 
 class Admission:
-    """Opens admission while all memory is resident, repaired and written, and no operation or pause closes it.
-
-    Every method may be called from any thread. The engine is called under the lock, so that its last call is the latest
-    decision.
-    """
+    """Opens admission while all memory is resident, repaired and written, and no operation or pause closes it. Every
+    method may be called from any thread. The engine is called under the lock, so its last call is the last decision."""
 
     def __init__(self, engine: Engine, memory: Memory, settings: Settings) -> None:
         self._engine = engine
@@ -92,9 +89,8 @@ class Admission:
         with self._lock:
             if own not in self._pausing:
                 self._update()  # the engine, which stands still now, goes on
-                raise PauseEndedError(
-                    "generation was continued while this pause waited for requests in flight; pause again"
-                )
+                happened = "generation was continued while this pause waited for requests in flight"
+                raise PauseEndedError(f"{happened}; pause again")
             self._pausing.remove(own)
             self._paused = "asleep" if asleep else self._paused or "paused"
 

@@ -12,14 +12,14 @@ from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from memsaver_core.contract import errors, reports
 from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release
 from memsaver_core.contract.status import AdmissionStatus, HealthAnswer, OccupationAnswer, OccupiedDevice
 from memsaver_server import clock
 from memsaver_server.audit import AuditLog
-from memsaver_server.controller import Answer, EngineRow, Models
+from memsaver_server.controller import Answer, Capability, EngineRow, Models
 from memsaver_server.engine import (
     Engine,
     GeneratingEngine,
@@ -67,11 +67,8 @@ class EngineController:
         relay()
         self.engine = engine
         self.name = engine.name
-        offered: dict[Literal["generate", "update", "models"], type] = {
-            "generate": GeneratingEngine,
-            "update": UpdatableEngine,
-        }
-        self.capabilities = frozenset(name for name, kind in offered.items() if isinstance(engine, kind))
+        kinds: dict[Capability, type] = {"generate": GeneratingEngine, "update": UpdatableEngine}
+        self.capabilities = frozenset(name for name, kind in kinds.items() if isinstance(engine, kind))
         self.closing = threading.Event()
         self.callers = callers
         self._settings = settings
@@ -339,11 +336,10 @@ class EngineController:
         """Return what the process holds now, with the devices as in ``sample``."""
         now = self.lifecycle.snapshot()
         status = now.status
+        lost = {"content": "lost"}
         more = {
             "state": now.state,
-            "tags": [
-                tag.model_copy(update={"content": "lost"}) if tag.tag in now.unwritten else tag for tag in status.tags
-            ],
+            "tags": [tag.model_copy(update=lost) if tag.tag in now.unwritten else tag for tag in status.tags],
             **_host(),
             "ranks": [rank.model_copy(update={"stopped": is_rank_stopped(rank)}) for rank in status.ranks],
         }

@@ -24,8 +24,7 @@ logger = logging.getLogger("memsaver")
 #: Interval of samples, and how long they are kept, seconds.
 INTERVAL_S = 1.0
 HISTORY_S = 900.0
-#: How long a request waits for a new sample at most, seconds. A device answers within a few milliseconds unless it is
-#: mapping memory.
+#: How long a request waits for a new sample, seconds. A device answers within milliseconds unless it maps memory.
 FRESH_S = 0.015
 
 
@@ -89,11 +88,8 @@ class DeviceMonitor:
 
     def note(self, devices: Iterable[DeviceDelta]) -> None:
         """Use an operation's last readings as the latest sample, so that its caller finds what it left."""
-        read = tuple(
-            DeviceMemory(**{**dict(each), "used_bytes": each.used_after_bytes})
-            for each in devices
-            if isinstance(each, MeteredDelta)
-        )
+        metered = [each for each in devices if isinstance(each, MeteredDelta)]
+        read = tuple(DeviceMemory(**{**dict(each), "used_bytes": each.used_after_bytes}) for each in metered)
         if read:
             sample = _sample(time.time(), read, self._memory)
             with self._changed:

@@ -1,9 +1,8 @@
 """The state machine of the engine's memory, behind every dialect.
 
-Release: check tags -> close admission -> drain -> release the memory (synchronize, pause, empty_cache, ipc_collect,
-settle; optionally hibernate) -> report.
-Resume: check tags -> resume the memory (wake, restore) -> repair -> verify if asked -> reopen admission if nothing is
-released -> report.
+Release: check tags -> close admission -> drain -> release the memory -> report.
+Resume: check tags -> resume the memory -> repair -> verify if asked -> open admission if nothing is released -> report.
+The steps of the memory itself are in ``memsaver_core.contract.phases``.
 
 A thread that holds several of the service's locks has taken them in this order, which tests check: that of the memory
 (here; held while memory moves or weights are written), that of admission (held while the engine is called), that of the
@@ -76,7 +75,7 @@ class Lifecycle:
         self._admission = Admission(engine, self.memory, settings)
         if isinstance(self.memory, WatchedMemory):
             self.memory.on_failure(self._admission.reopen)  # which closes it for good
-        self._moving = threading.Lock()  # releases, resumes and weight updates exclude each other
+        self._moving = threading.Lock()  # the memory lock: releases, resumes and weight updates exclude each other
         self._updating = False  # its holder is a weight update
         # Tags that only a release of everything has taken, so that a client may never name them in a resume.
         self._implicit: frozenset[str] = frozenset()
@@ -143,9 +142,8 @@ class Lifecycle:
             self._admission.reopen()
 
     def _drain(self, operation: Operation) -> None:
-        """Drain the engine for a release with the mode and the deadline that its callers ask for now, and take the
-        memory lock; a weight update counts as a request in flight. Raises DrainTimeoutError or
-        OperationCancelledError."""
+        """Drain the engine with the mode and the deadline that callers ask for now, and take the memory lock; a weight
+        update counts as a request in flight. Raises DrainTimeoutError or OperationCancelledError."""
         # Engines written for version 0.1 have no such parameter; their drains go on until they end by themselves.
         can_give_up = "given_up" in inspect.signature(self._engine.drain).parameters
         while True:
@@ -250,8 +248,7 @@ class Lifecycle:
             self._engine.drain(timeout_s, mode)
 
     def continue_generation(self) -> str:
-        """Undo ``pause``, at once or when all memory is back; return why admission is still closed, or an empty
-        string."""
+        """Undo ``pause``, at once or when all memory is back; return why admission is still closed, or nothing."""
         return self._admission.unpause()
 
     @contextmanager
@@ -279,8 +276,7 @@ class Lifecycle:
 
     def content_written(self, tags: Sequence[str]) -> str:
         """Take the caller's word that the content of ``tags`` (none: all that is lost) was written; return why
-        admission is still closed, or an empty string. Raises UnknownTagError, or NotResidentError if a tag is
-        released."""
+        admission is still closed, or nothing. Raises UnknownTagError, or NotResidentError if a tag is released."""
         self.memory.check_tags(tags)
         written = list(tags) or self.snapshot().unwritten
         self._check_resident(written)
@@ -333,8 +329,7 @@ class Lifecycle:
         return True
 
     def _take_for_resume(self, operation: Operation, log: PhaseLog) -> None:
-        """Take the memory lock. Raises MemoryBusyError if a weight update has not ended within the phase timeout, or
-        OperationCancelledError."""
+        """Take the memory lock. Raises MemoryBusyError if a weight update takes too long, or OperationCancelledError."""
         if self._moving.acquire(blocking=False):
             return
         with log.phase(Phase.WAIT_FOR_WEIGHTS):

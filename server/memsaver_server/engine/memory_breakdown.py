@@ -37,9 +37,8 @@ def break_down(device: DeviceMemory, sample: Sample) -> list[Consumer]:
 
 def _regions(device: DeviceMemory, sample: Sample) -> list[Consumer]:
     status, index = sample.status, device.index
-    found = [
-        _held("tag", tag.tag, 0 if status.hibernated else tag.mapped_by_device.get(index, 0)) for tag in status.tags
-    ]
+    mapped = {tag.tag: 0 if status.hibernated else tag.mapped_by_device.get(index, 0) for tag in status.tags}
+    found = [_held("tag", tag, size) for tag, size in mapped.items()]
     reserved = status.reserved_by_device.get(index, 0)
     return [*found, _held("reserved", "reserved for a resume", reserved)] if reserved else found
 
@@ -56,11 +55,8 @@ def _outside_regions(device: DeviceMemory, sample: Sample) -> list[Consumer]:
     if torch.cached_bytes is None:
         return [_held("torch", "torch outside regions, and its cache", outside), graphs]
     cached = min(torch.cached_bytes, outside)
-    return [
-        _held("torch", "torch outside regions", outside - cached),
-        _held("cache", "torch's cache", cached),
-        graphs,
-    ]
+    own = _held("torch", "torch outside regions", outside - cached)
+    return [own, _held("cache", "torch's cache", cached), graphs]
 
 
 def _cut(found: list[Consumer], limit: int) -> tuple[list[Consumer], int]:

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from memsaver_server.engine.device_monitor import DeviceMonitor
 from memsaver_server.engine.lifecycle import Lifecycle
-from memsaver_server.metrics import CallerFigures, Registry, caller_metrics, filled, gauges
+from memsaver_server.metrics import CallerFigures, Registry, caller_metrics, counters, gauges
 from memsaver_server.operation.operation import Operation
 
 #: Upper bounds of the phase histogram, seconds: from an empty tag to a terabyte over PCIe.
@@ -83,19 +83,15 @@ class EngineMetrics:
 
     def _collect_counters(self) -> Iterator[Metric]:
         """The caller holds the lock."""
-        operations = CounterMetricFamily(
-            "memsaver_operations", "Calls of release and resume, by how they ended.", labels=["operation", "outcome"]
-        )
-        yield filled(operations, dict(sorted(self._operations.items())))
-        phases = HistogramMetricFamily(
-            "memsaver_phase_seconds", "How long each phase of an operation took.", labels=["operation", "phase"]
-        )
+        help_text = "Calls of release and resume, by how they ended."
+        yield counters("memsaver_operations", help_text, ["operation", "outcome"], self._operations)
+        help_text = "How long each phase of an operation took."
+        phases = HistogramMetricFamily("memsaver_phase_seconds", help_text, labels=["operation", "phase"])
         for labels, histogram in sorted(self._phases.items()):
             phases.add_metric(list(labels), histogram.buckets(), sum_value=histogram.total)
         yield phases
         help_text = "Content copied to or from backups; skipped: not copied, because the backup is current."
-        copies = CounterMetricFamily("memsaver_copy_bytes", help_text, labels=["direction", "skipped"])
-        yield filled(copies, dict(sorted(self._copied.items())))
+        yield counters("memsaver_copy_bytes", help_text, ["direction", "skipped"], self._copied)
         for name, text in (("release", "released to"), ("resume", "resumed from")):
             help_text = f"Device memory {text} the driver so far."
             yield CounterMetricFamily(f"memsaver_{name}d_bytes", help_text, value=self._moved[name])

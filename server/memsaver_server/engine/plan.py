@@ -1,8 +1,7 @@
 """What a release or a resume would do and take, without doing any of it.
 
 What a backup would take is the core's expectation: packed, if a sample of the content or its last backup says so. It
-may take less, as a block of zeros needs no host memory. Nothing is reserved: others may take what is free before the
-operation.
+may take less, as a block of zeros needs no host memory. Nothing is reserved: others may take what is free until then.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ _NO_ROOM = Room(needed_bytes=0, free_bytes=0)
 
 
 def plan_release(lifecycle: Lifecycle, request: Release) -> PlanAnswer:
-    """Return what the release would do; raise UnknownTagError, or NotEnoughToReleaseError if the tags hold less than
-    was asked for."""
+    """Return what the release would do; raise UnknownTagError, or as ``narrowed``."""
     memory = lifecycle.memory
     memory.check_tags((*request.tags, *request.restore))
     now = lifecycle.snapshot()
@@ -50,9 +48,8 @@ def plan_resume(lifecycle: Lifecycle, request: Resume, devices: Iterable[DeviceM
     tags = [tag for tag in now.status.tags if tag.released_bytes and (not asked or tag.tag in asked)]
     rooms = device_rooms(tags, now.status, devices)
     blockers = list(_general_blockers(now.status, request, now.running))
-    for room in rooms:
-        if room.is_short:
-            blockers.append(f"device {room.index}: {room.needed_bytes} bytes are needed, {room.free_bytes} are free")
+    for room in filter(lambda room: room.is_short, rooms):
+        blockers.append(f"device {room.index}: {room.needed_bytes} bytes are needed, {room.free_bytes} are free")
     planned = [
         PlannedTag(tag=tag.tag, restore=tag.restore, bytes=tag.released_bytes, loses_content=tag.tag in now.unwritten)
         for tag in tags

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any
 
 from memsaver_core.contract import errors
 from memsaver_core.contract.requests import (
@@ -27,7 +27,7 @@ from memsaver_core.contract.requests import (
 )
 from memsaver_core.contract.status import HealthAnswer
 from memsaver_server.audit import AuditLog
-from memsaver_server.controller import Answer, EngineRow, Models
+from memsaver_server.controller import Answer, Capability, EngineRow, Models
 from memsaver_server.fleet import results
 from memsaver_server.fleet.broadcast import answer_of, call_each
 from memsaver_server.fleet.fleet import AsyncFleet
@@ -63,7 +63,7 @@ class FleetController:
     """
 
     name = "fleet"
-    capabilities: frozenset[Literal["generate", "update", "models"]] = frozenset({"update", "models"})
+    capabilities: frozenset[Capability] = frozenset({"update", "models"})
     models = Models(
         release=FleetRelease,
         resume=FleetResume,

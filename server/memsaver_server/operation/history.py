@@ -61,7 +61,7 @@ class History(Generic[_Operation]):
 
 @dataclass
 class _Use:
-    """What keys stand for: an operation, as it is kept."""
+    """The operation that keys stand for, or what is kept of it."""
 
     operation: Operation
 

@@ -16,7 +16,7 @@ from typing import Protocol
 from memsaver_core.contract import errors
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.reports import OperationReport, OperationStatus, PhaseReport, Stall
-from memsaver_core.contract.requests import Asked, DrainMode, Release
+from memsaver_core.contract.requests import OPPOSITE, Asked, DrainMode, Release
 from memsaver_core.contract.status import DeviceMemory, PreparedState, Progress, Status
 from memsaver_core.phases import PhaseLog
 from memsaver_server import clock
@@ -32,8 +32,8 @@ _STRENGTH: tuple[DrainMode, ...] = ("wait", "keep", "abort")
 
 
 def _overtaken(release: Asked, by: Asked) -> Release | None:
-    """Return ``release`` with the drain mode of ``by`` and the longer deadline of both, if that is of the same tags and
-    its mode is stronger; else None."""
+    """Return ``release`` with the mode of ``by``, if that has the same tags and a stronger mode, and with the longer
+    deadline of the two; else None."""
     if not isinstance(release, Release) or not isinstance(by, Release) or release.tags != by.tags:
         return None
     if _STRENGTH.index(by.mode) <= _STRENGTH.index(release.mode):
@@ -66,7 +66,7 @@ class Operation:
         memory: what it moves, if this process knows.
         phase_timeout_s: seconds without progress after which a phase counts as stalled.
         changed: the lock of all that follows; those of one queue share it. No other lock of the service is taken in it.
-        state: where in the table it is.
+        state: its state in ``table``.
         cancelled_by: who has cancelled it; if that was too late, it ends otherwise all the same.
         forced_by: who has cancelled it without being its owner.
         committed: it was prepared, and goes on.
@@ -132,8 +132,8 @@ class Operation:
 
     @property
     def answers_repeats(self) -> bool:
-        """Whether it answers a call under one of its keys; if it has failed, or was given up while it was prepared or
-        before, that tries anew."""
+        """Whether it answers a call under one of its keys; such a call is tried anew if this one has failed, or was to
+        be prepared and was cancelled."""
         return self.status != "failed" and not (self.status == "cancelled" and self.request.prepare)
 
     @property
@@ -206,8 +206,8 @@ class Operation:
         return on_this_loop(self._settled)
 
     def is_shared_with(self, key: str | None, client: str) -> bool:
-        """Whether an equal call may join it. If it is to be prepared: one under its key, or without one of its client,
-        as the audit log names clients."""
+        """Whether an equal call may join it. If it is to be prepared, only one under its key, or without a key one of
+        its client, may."""
         return not self.blocks_others or (key == self.key if self.key is not None else client == self.client)
 
     def audited(self) -> dict[str, object]:
@@ -215,8 +215,7 @@ class Operation:
         return {} if self.forced_by is None else {"forced_by": self.forced_by}
 
     def conflict(self, refused: str, advice: str) -> errors.ConflictError:
-        """Return the error of a call that cannot be done because of this operation: what is ``refused``, and what the
-        caller can do."""
+        """Return the error of a call that this operation prevents: what is ``refused``, and what the caller can do."""
         verb, lease = self.request.operation, self.blocks_others
         is_ = f"prepared by {self.client}, whose lease ends in {self.lease_left_s():.0f} s" if lease else "in progress"
         message = f"{refused}: {verb} {self.id} of {tag_list(self.request.tags)} is {is_}. {advice}"
@@ -225,23 +224,18 @@ class Operation:
 
     def check_owner(self, key: str | None, forced_by: str | None = None) -> None:
         """Raise ConflictError if it is to be prepared under another key, and not committed; or note who forces it."""
-        if self.key not in (None, key) and self.blocks_others and not self.has_ended:
-            if forced_by is not None:
-                self.forced_by = forced_by
-                return
-            raise self.conflict(
-                "this call does not have the Idempotency-Key of the operation's owner",
-                "Send that key, wait, or abort it by force",
-            )
+        if self.key in (None, key) or not self.blocks_others or self.has_ended:
+            return
+        if forced_by is None:
+            refused = "this call does not have the Idempotency-Key of the operation's owner"
+            raise self.conflict(refused, "Send that key, wait, or abort it by force")
+        self.forced_by = forced_by
 
     # What callers do.
 
     def join(self, request: Asked) -> bool:
-        """Answer another call by this operation if its result is what ``request`` asks for; return whether it is.
-
-        A release that differs by a stronger drain mode joins too, and overtakes the drain. One that is to be prepared
-        renews the lease.
-        """
+        """Answer another call by this operation if its result is what ``request`` asks for; return whether it is. A
+        release that differs by a stronger drain mode joins, too: it overtakes the drain. A prepare renews the lease."""
         with self.changed:
             self._note_lease_end()
             answered = request.identity() in self._answered
@@ -294,8 +288,7 @@ class Operation:
             return False
 
     def commit(self, key: str | None = None) -> None:
-        """Let it go on if it is prepared. From now on it answers those who ask for the same without preparing it.
-        Idempotent.
+        """Let it go on if it is prepared. From now on equal calls without ``prepare`` may join it. Idempotent.
 
         Raises:
             ConflictError: it was prepared under another key.
@@ -372,8 +365,7 @@ class Operation:
         """Let no call join it any more, as an error ends it before memory is moved.
 
         Returns:
-            False if that is not so: memory was moved, it was cancelled, or its drain was overtaken since it was
-            ``asked`` for.
+            False if that is not so: memory was moved, it was cancelled, or its drain was overtaken since ``asked``.
         """
         with self.changed:
             ends = self.table.allows(self.state, "error") and (asked is None or asked is self.request)
@@ -459,8 +451,5 @@ class Operation:
             happens = "is mapping memory already and will complete if the device has enough"
         else:
             happens = "is unmapping memory already and will complete"
-        return errors.TooLateToCancelError(
-            f"{verb} {self.id} cannot be cancelled: it {happens}; to undo it, "
-            f"{'resume' if verb == 'release' else 'release'} the tags",
-            self.id,
-        )
+        message = f"{verb} {self.id} cannot be cancelled: it {happens}; to undo it, {OPPOSITE[verb]} the tags"
+        return errors.TooLateToCancelError(message, self.id)

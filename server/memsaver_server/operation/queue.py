@@ -27,8 +27,7 @@ logger = logging.getLogger("memsaver")
 
 #: Operations that may wait or run; more are refused.
 MAX_PENDING = 128
-#: Idle time after which the worker thread ends, seconds. Starting one per operation takes longer than an operation on
-#: little memory.
+#: Idle time after which the worker thread ends, seconds. To start one may take longer than an operation.
 IDLE_S = 30.0
 
 Work = Callable[[Operation, PhaseLog], OperationReport]
@@ -38,11 +37,7 @@ class OperationQueue:
     """Runs operations and remembers the last ``history`` of them. Every method may be called from any thread."""
 
     def __init__(
-        self,
-        history: int,
-        on_finished: Callable[[Operation], None],
-        memory: Moved,
-        phase_timeout_s: float = math.inf,
+        self, history: int, on_finished: Callable[[Operation], None], memory: Moved, phase_timeout_s: float = math.inf
     ) -> None:
         self._memory = memory
         self._phase_timeout_s = phase_timeout_s
@@ -92,11 +87,7 @@ class OperationQueue:
         return operation
 
     def cancel(self, operation: Operation, by: str) -> None:
-        """Cancel ``operation`` on behalf of the caller ``by``. It ends soon, a queued one at once. Idempotent.
-
-        Raises:
-            TooLateToCancelError: it moves memory already, or has ended otherwise.
-        """
+        """See ``Operation.cancel``; also let its callers know if it has ended."""
         with self._changed:
             ended = operation.cancel(by)
             self._pending = deque(entry for entry in self._pending if not entry[0].has_ended)
@@ -104,8 +95,7 @@ class OperationQueue:
             self._conclude(operation)
 
     def close(self) -> None:
-        """Cancel what is prepared, and let the worker end once the queue is empty; while it lives it keeps a reference
-        to the engine."""
+        """Cancel what is prepared, and let the worker, which refers to the engine, end once the queue is empty."""
         with self._changed:
             self._closed = True
             prepared = [operation for operation, _ in self._pending if operation.blocks_others]
@@ -128,10 +118,8 @@ class OperationQueue:
     def _enqueue(self, request: Asked, work: Work, key: str | None, client: str) -> Operation:
         conflicting = next((other for other, _ in self._pending if _conflict(request, other)), None)
         if conflicting is not None and not request.wait:
-            raise conflicting.conflict(
-                f"cannot {request.operation} {tag_list(request.tags)}",
-                'Try again when it is done, or send "wait": true',
-            )
+            refused = f"cannot {request.operation} {tag_list(request.tags)}"
+            raise conflicting.conflict(refused, 'Try again when it is done, or send "wait": true')
         if len(self._pending) >= MAX_PENDING:
             raise TooManyOperationsError(f"{MAX_PENDING} operations are waiting already; try again later")
         if self._worker is None or not self._worker.is_alive():
