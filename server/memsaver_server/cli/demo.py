@@ -65,8 +65,7 @@ def demo(context: typer.Context) -> None:
 
 
 def _run(client: Client, console: Console, spinner: Status) -> None:
-    """Generate, release, resume, generate again and compare the tokens. Raises DemoError if a step failed or the tokens
-    differ, ClientError if a call failed."""
+    """Generate, release, resume, generate again, compare the tokens. Raises ClientError, or DemoError if they differ."""
 
     def show(title: str, what: RenderableType) -> None:
         console.print(Text(title, style="bold"))

@@ -100,9 +100,8 @@ def _follow(client: Client, operation_id: str, console: Console, as_json: bool) 
         return
     about = client.operation(operation_id)
     asked = "all tags" if about.tags is None else " ".join(about.tags)
-    console.print(
-        Text.assemble((f"{about.operation} {operation_id}", "bold"), "  ", plain(asked), "  ", plain(about.client))
-    )
+    head = (f"{about.operation} {operation_id}", "bold")
+    console.print(Text.assemble(head, "  ", plain(asked), "  ", plain(about.client)))
     with console.status("") as spinner:
         for event in client.events(operation_id):
             if event.name == "phase":
@@ -131,11 +130,9 @@ def outcome_view(operation: OperationStatusAnswer) -> Text:
 
 
 def _overview(client: Client) -> RenderableType:
-    occupation = client.occupation()
-    operations = client.operations()
-    parts: list[RenderableType] = [
-        Text.assemble(("memsaver ", "bold"), client.address, (f"   {datetime.now():%H:%M:%S}", "dim"))
-    ]
+    occupation, operations = client.occupation(), client.operations()
+    now = (f"   {datetime.now():%H:%M:%S}", "dim")
+    parts: list[RenderableType] = [Text.assemble(("memsaver ", "bold"), client.address, now)]
     for device in occupation.devices:
         bar = ProgressBar(device.total_bytes or 1, device.used_bytes, width=40)
         share = f"{format_bytes(device.used_bytes)} of {format_bytes(device.total_bytes)}"
@@ -188,8 +185,7 @@ def until_ended(client: Client, start: Callable[[], AcceptedAnswer]) -> Operatio
 
 @contextmanager
 def _interrupt_held() -> Iterator[None]:
-    """Hold back the first KeyboardInterrupt until the end of the block: the service may have begun what it asks for.
-    The second is raised at once."""
+    """Hold back the first KeyboardInterrupt until the end of the block, in which the service may begin an operation."""
     pressed = False
 
     def hold(_number: int, _frame: object) -> None:
@@ -232,9 +228,9 @@ def _poll(client: Client, accepted: AcceptedAnswer) -> OperationAnswer:
 
 def _check_stall(client: Client, now: OperationStatusAnswer) -> None:
     """Raise PhaseDeadlineError if the operation, or the one that it waits for, makes no progress."""
-    running = (
-        next((one for one in client.operations() if one.status == "running"), now) if now.status == "queued" else now
-    )
+    running = now
+    if now.status == "queued":
+        running = next((one for one in client.operations() if one.status == "running"), now)
     if running.stalled is not None:
         message = (
             f"{running.operation} {running.operation_id} has made no progress in phase {running.stalled.phase!r} for "

@@ -29,8 +29,7 @@ class Options:
         return {name: of for name, of in get_type_hints(cls).items() if isinstance(getattr(cls, name), OptionInfo)}
 
     def given(self) -> dict[str, Any]:
-        """Return what the user has set; raise BadParameter if that cannot be converted, or is an infinite number or
-        none."""
+        """Return what the user has set; raise BadParameter if it cannot be converted, or is infinite or not a number."""
         given = {}
         for name, value in vars(self).items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -68,10 +67,7 @@ class Connection(Options):
     """Where the service is."""
 
     url: str = typer.Option(
-        DEFAULT_URL,
-        envvar="MEMSAVER_URL",
-        help="Address of the service: host:port, a URL, or unix:///path.",
-        metavar="URL",
+        DEFAULT_URL, envvar="MEMSAVER_URL", help="Address: host:port, a URL, or unix:///path.", metavar="URL"
     )
     uds: str | None = typer.Option(None, help="Unix socket of the service, instead of --url.", metavar="PATH")
     api_key: str | None = typer.Option(

@@ -105,8 +105,7 @@ def serve(
     try:
         with until_ended():
             audit.to_stderr()
-            # torch and transformers load about 350,000 objects: a full garbage collection would block all requests for
-            # 0.2 s.
+            # torch and transformers load 350,000 objects: a full garbage collection would block all requests for 0.2 s.
             gc.collect()
             gc.freeze()
             # One line on stdout, from which a caller learns the address if the port is 0.

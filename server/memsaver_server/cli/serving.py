@@ -131,9 +131,8 @@ def _end_on_signals() -> None:
 
 
 def _wait_for_signal() -> None:
-    """Raise Ended once a signal was received. Its handler may have raised before: Python drops what is raised in
-    ``__del__`` or a weak reference's callback. The pipe has the number also then, and if the signal came between a
-    check and the wait."""
+    """Raise Ended once a signal was received, even if what its handler raised was dropped, as Python drops what is
+    raised in ``__del__`` or a weak reference's callback."""
     while os.read(_received, 1)[0] not in _SIGNALS:
         pass
     raise Ended

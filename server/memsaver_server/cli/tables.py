@@ -120,11 +120,11 @@ def operation_backups_table(tags: Iterable[reports.TagReport]) -> Table | None:
     """Return one row per tag whose content a release kept; None if there is none. Its figures: what was copied, what
     that takes, their ratio, what was unchanged, and what the shared store had."""
     kept = [tag for tag in tags if tag.backed_up_bytes or tag.unchanged_bytes or tag.shared_bytes]
+    if not kept:
+        return None
     found = ["unchanged", *(["shared"] if any(tag.shared_bytes for tag in kept) else [])]
     rows = ([*_kept_cells(tag), *(getattr(tag, f"{name}_bytes") for name in found)] for tag in kept)
-    return (
-        table_of(["backup of", ">copied", ">kept", ">ratio", *(f">{name}" for name in found)], rows) if kept else None
-    )
+    return table_of(["backup of", ">copied", ">kept", ">ratio", *(f">{name}" for name in found)], rows)
 
 
 def _kept_cells(tag: reports.TagReport | status.TagOccupation) -> list[Cell]:
@@ -137,9 +137,7 @@ def phases_table(
 ) -> Table:
     """Return one row per phase with device memory: before, after and delta for one device, deltas for several."""
     names = ["before", "after", "delta"] if len(devices) == 1 else [f"device {device.index}" for device in devices]
-    rows: list[list[Cell]] = [
-        [phase.name, format_seconds(phase.seconds), *_device_cells(phase.devices, devices)] for phase in phases
-    ]
+    rows = [[each.name, format_seconds(each.seconds), *_device_cells(each.devices, devices)] for each in phases]
     if any(phase.details.get("copied_bytes") for phase in phases):
         names.append("copied")
         rows = [[*row, _copied_text(phase)] for row, phase in zip(rows, phases, strict=True)]
@@ -194,9 +192,8 @@ def status_view(occupation: status.OccupationAnswer) -> RenderableType:
     state = "hibernated" if occupation.hibernated and occupation.state == "released" else occupation.state
     head = Text.assemble("state ", state_text(state), "   admission ", opened)
     model = plain(f", model {occupation.model}" if occupation.model else "")
-    head.append_text(
-        Text.assemble("   engine ", plain(occupation.engine), model, f", driver {occupation.driver}", style="dim")
-    )
+    about = ("   engine ", plain(occupation.engine), model, f", driver {occupation.driver}")
+    head.append_text(Text.assemble(*about, style="dim"))
     parts: list[RenderableType] = [head]
     if not occupation.enabled:
         parts.append(Text("the saver is disabled: release and resume change nothing", style="yellow"))
@@ -252,9 +249,8 @@ def status_tags_table(tags: Sequence[status.TagOccupation]) -> Table:
 
 def backups_table(tags: Iterable[status.TagOccupation]) -> Table:
     """Return one row per tag with a backup: its content, what is kept for it, and the ratio of the two."""
-    return table_of(
-        ["backup of", ">content", ">kept", ">ratio"], (_kept_cells(tag) for tag in tags if tag.backed_up_bytes)
-    )
+    rows = (_kept_cells(tag) for tag in tags if tag.backed_up_bytes)
+    return table_of(["backup of", ">content", ">kept", ">ratio"], rows)
 
 
 def devices_table(devices: Iterable[status.OccupiedDevice]) -> Table:

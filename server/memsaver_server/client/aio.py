@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import cast
 
 import httpx
 
@@ -15,9 +16,8 @@ class AsyncClient(Calls):
     """Client of one service. Use it in one event loop.
 
     Args:
-        url: the service's address, ``http://host:port``, ``https://host:port`` or ``unix:///path``. Ignored if ``uds``
-            is given.
-        uds: path of the service's Unix socket.
+        url: the service's address, ``http://host:port``, ``https://host:port`` or ``unix:///path``.
+        uds: path of the service's Unix socket, instead of ``url``.
         api_key: sent as ``Authorization: Bearer``.
         timeout_s: limit of connecting, and of one attempt of a call that answers at once, in seconds.
         operation_timeout_s: limit of one attempt of a release, a resume or a generation. None: no limit.
@@ -57,8 +57,7 @@ class AsyncClient(Calls):
         await self.close()
 
     async def _request(self, call: Call) -> httpx.Response:
-        response: httpx.Response = await self._http.request(**self._target.options(call))
-        return response
+        return cast(httpx.Response, await self._http.request(**self._target.options(call)))
 
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -189,17 +189,15 @@ class Calls:
             key: that of the client that has prepared it, by default this one; see ``key_of``.
 
         Raises:
-            ConflictError: its lease has ended, or it was aborted: all is as before it was prepared. Or it was prepared
-                under another key.
-            Also as ``release`` and ``resume``.
+            ConflictError: its lease has ended, or it was aborted, or prepared under another key; or as ``release``.
         """
         return await self._ask(OperationAnswer, self._of(operation_id, "POST", "/commit", key))
 
     async def abort(self, operation_id: str, *, key: str | None = None, force: bool = False) -> OperationStatusAnswer:
-        """Undo the preparation of an operation; return its status once it has ended. Idempotent. ``key`` as for
-        ``commit``.
+        """Undo the preparation of an operation; return its status once it has ended. Idempotent.
 
         Args:
+            key: as for ``commit``.
             force: undo it also if another key has prepared it. The audit log names both callers.
 
         Raises:

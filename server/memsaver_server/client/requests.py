@@ -80,8 +80,7 @@ class Target:
 
 
 def operation_call(verb: Verb, tags: Iterable[str] | None, keywords: Mapping[str, object], *flags: str) -> Call:
-    """Return the call of an operation on ``tags`` (None: all), without options that are None; fields in ``flags`` are
-    true.
+    """Return the call of an operation on ``tags`` (None: all); keywords that are None are left out, ``flags`` are true.
 
     Raises:
         TypeError: a keyword argument does not exist.
@@ -89,11 +88,8 @@ def operation_call(verb: Verb, tags: Iterable[str] | None, keywords: Mapping[str
     known = (ReleaseKeywords if verb == "release" else ResumeKeywords).__annotations__
     if unknown := sorted(keywords.keys() - known.keys()):
         raise TypeError(f"unknown keyword argument {unknown[0]!r}; {verb} takes {', '.join(known)}")
-    body: dict[str, Any] = {
-        key: dict(value) if isinstance(value, Mapping) else value
-        for key, value in keywords.items()
-        if value is not None
-    }
+    given = {key: value for key, value in keywords.items() if value is not None}
+    body: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in given.items()}
     body |= dict.fromkeys(flags, True)
     if tags is not None:
         body["tags"] = [tags] if isinstance(tags, str) else list(tags)
@@ -127,9 +123,8 @@ def parse(model: type[AnswerT], response: httpx.Response) -> AnswerT:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        raise AnswerError(
-            response.status_code, f"{response.url} did not answer as a memsaver service does: {wrong_fields(error)}"
-        ) from error
+        why = f"{response.url} did not answer as a memsaver service does: {wrong_fields(error)}"
+        raise AnswerError(response.status_code, why) from error
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import httpx
 
@@ -23,8 +23,7 @@ class _BlockingCalls(Calls):
     _transport = httpx.HTTPTransport
 
     async def _request(self, call: Call) -> httpx.Response:
-        response: httpx.Response = self._http.request(**self._target.options(call))
-        return response
+        return cast(httpx.Response, self._http.request(**self._target.options(call)))
 
     async def _pause(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -41,8 +40,7 @@ def _blocking(
         try:
             coroutine.send(None)
         except StopIteration as returned:
-            result: _T = returned.value
-            return result
+            return cast(_T, returned.value)
         raise AssertionError(f"{method.__name__} waits")
 
     return call

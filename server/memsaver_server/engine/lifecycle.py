@@ -329,7 +329,7 @@ class Lifecycle:
         return True
 
     def _take_for_resume(self, operation: Operation, log: PhaseLog) -> None:
-        """Take the memory lock. Raises MemoryBusyError if a weight update takes too long, or OperationCancelledError."""
+        """Take the memory lock; raise MemoryBusyError if a weight update takes too long, or OperationCancelledError."""
         if self._moving.acquire(blocking=False):
             return
         with log.phase(Phase.WAIT_FOR_WEIGHTS):

@@ -86,10 +86,8 @@ def check_browser(request: Request, settings: Settings) -> None:
 
 
 def _check_host(request: Request, settings: Settings) -> None:
-    """Refuse names and addresses that are not ours: a site can let its own name lead to this machine.
-
-    Browsers let such pages call this machine by ``0.0.0.0`` and ``[::ffff:127.0.0.1]``, without ``Sec-Fetch-Site``.
-    """
+    """Refuse names and addresses that are not ours: a site can let its own name lead to this machine. Browsers let such
+    pages call this machine by ``0.0.0.0`` and ``[::ffff:127.0.0.1]``, too, without ``Sec-Fetch-Site``."""
     name, (_, port) = _host_of(request), _server(request.scope)
     ours = {"localhost", *(each.strip().lower() for each in settings.hosts.split(","))}
     if name and port is not None and name not in ours and not _is_loopback(name):
@@ -137,8 +135,7 @@ def _only_reads(request: Request) -> bool:
 
 
 def _is_local(scope: Mapping[str, Any]) -> bool:
-    """Whether the connection ends at a loopback address or a Unix socket; false if the server does not report the
-    connection's address."""
+    """Whether the connection ends at a loopback address or a Unix socket; false if the server does not report where."""
     address, port = _server(scope)
     if port is None:
         return bool(address) and not _is_address(address)
@@ -146,10 +143,8 @@ def _is_local(scope: Mapping[str, Any]) -> bool:
 
 
 def _server(scope: Mapping[str, Any]) -> tuple[str, int | None]:
-    """Return the local address of the connection and its port; or a Unix socket's path, and None.
-
-    IPv4-mapped addresses are returned as IPv4.
-    """
+    """Return the local address of the connection, IPv4-mapped ones as IPv4, and its port; or a Unix socket's path, and
+    None."""
     host, port = scope.get("server") or ("", None)
     return host.removeprefix("::ffff:"), port
 

@@ -23,8 +23,7 @@ Kind = Literal["reads", "changes", "signed", "unknown"]
 
 
 class FairQueue:
-    """Lets ``REQUESTS_PER_ITERATION`` waiters proceed in each iteration of the event loop: of each kind by turns, and
-    of one kind first come first served."""
+    """Lets ``REQUESTS_PER_ITERATION`` waiters proceed in each iteration of the event loop: the kinds by turns."""
 
     def __init__(self) -> None:
         #: By kind, the one whose turn is next first.

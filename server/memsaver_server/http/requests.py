@@ -116,12 +116,8 @@ def _values(body: bytes) -> int:
 
 
 def _parse(body: bytes) -> Any:
-    """Parse JSON, and check that its strings can be encoded in UTF-8 for answers, log lines and file names.
-
-    Raises:
-        ValueError: it is not JSON, or has an unpaired surrogate, or an object has a name twice.
-        RecursionError: it is nested too deeply.
-    """
+    """Parse JSON. Raises ValueError if it is none, an object has a name twice, or a string cannot be encoded in UTF-8
+    for answers, log lines and file names; RecursionError if it is nested too deeply."""
     text = body.decode(json.detect_encoding(body))
     value = json.loads(text, object_pairs_hook=_once)
     if _SURROGATE.search(text):
@@ -182,9 +178,8 @@ def joined(dialect: type[Fields], contract: type[Fields]) -> type[Fields]:
     """Return the model of a body that has the fields of a dialect beside those of the contract."""
     if not contract.model_fields:
         return dialect
-    return create_model(
-        f"{dialect.__name__}Of{contract.__name__}", __base__=(dialect, contract), __doc__=dialect.__doc__
-    )
+    name = f"{dialect.__name__}Of{contract.__name__}"
+    return create_model(name, __base__=(dialect, contract), __doc__=dialect.__doc__)
 
 
 def plain(fields: Fields, model: type[RequestT], **changes: Any) -> RequestT:
@@ -214,9 +209,8 @@ def takes_in_query(model: type[BaseModel]) -> dict[str, Any]:
     """Return the OpenAPI description of ``model`` in the query, without its fields that are objects."""
     properties = _schema(model)["properties"].items()
     plain = [(name, schema) for name, schema in properties if schema.get("type") != "object"]
-    return {
-        "parameters": [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in plain]
-    }
+    of_each = {"in": "query", "required": False}
+    return {"parameters": [{"name": name, **of_each, "schema": schema} for name, schema in plain]}
 
 
 def _schema(model: type[BaseModel]) -> dict[str, Any]:

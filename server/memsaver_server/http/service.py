@@ -33,8 +33,7 @@ class Service:
         self.fair_queue = FairQueue()
 
     async def operate(self, request: Request, asked: Asked) -> Operation:
-        """Start an operation or join an equal one; wait for its end, or until it is prepared if that was asked for,
-        unless ``asked.run_async``.
+        """Start an operation or join an equal one. Unless ``asked.run_async``, wait until it has ended or is prepared.
 
         Raises:
             ServerEndsError: the server shuts down first.

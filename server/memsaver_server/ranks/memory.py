@@ -70,9 +70,8 @@ class Steps:
             self._check(answers)
             reports = [answer.report for answer in answers if answer.report is not None]
             if len(reports) < len(answers):
-                raise errors.MemsaverError(
-                    "a rank sent no report: the engine's own call did not reach its memory; repeat the call"
-                )
+                why = "the engine's own call did not reach its memory"
+                raise errors.MemsaverError(f"a rank sent no report: {why}; repeat the call")
         except errors.GroupFailedError:
             raise
         except errors.MemsaverError as error:
@@ -214,8 +213,7 @@ class RankMemory(Group):
         return any(status is not None and status.hibernated for status in self.statuses)
 
     def release_awake(self, request: MemoryRequest) -> list[Answer]:
-        """Release on every rank while none is hibernated; raise MemsaverError if the engine refuses. An engine that has
-        its own sleep overrides this."""
+        """Release on every rank while none is hibernated. Overridden for vLLM, whose own sleep does it, or refuses."""
         return self.ask(Move("release", request))
 
     def _release(self, steps: Steps, request: MemoryRequest, communicators: tuple[str, ...]) -> None:
@@ -296,8 +294,7 @@ class RankMemory(Group):
         )
 
     def _to_suspend(self, request: MemoryRequest, plans: Sequence[Plan]) -> tuple[str, ...]:
-        """Return the communicators that a release suspends; raise UnsupportedError if something stands in the way of a
-        hibernation."""
+        """Return the communicators that a release suspends; raise UnsupportedError if it cannot hibernate as asked."""
         names, reasons = _suspendable(plans)
         if request.hibernate:
             found = self._of_ranks([plan.obstacles for plan in plans])

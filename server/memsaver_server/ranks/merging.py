@@ -86,10 +86,8 @@ class RankDevices:
                 for name, value in phase.details.items():
                     joined: Callable[..., float] = max if "second" in name else lambda one, other: one + other
                     details[name] = joined(details[name], value) if name in details else value
-            seconds = max(phase.seconds for phase in phases)
-            merged.append(
-                PhaseReport(name=phases[0].name, seconds=seconds, devices=tuple(devices.values()), details=details)
-            )
+            seconds, found = max(phase.seconds for phase in phases), tuple(devices.values())
+            merged.append(PhaseReport(name=phases[0].name, seconds=seconds, devices=found, details=details))
         return merged
 
     def _renumbered(self, rank: int, tag: TagStatus) -> TagStatus:

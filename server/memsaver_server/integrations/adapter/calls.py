@@ -52,8 +52,7 @@ class SharedRequest:
 
 
 class NestedRequests:
-    """The current request of each thread or asyncio task: the outermost block opens one by ``open_request``, and blocks
-    inside it belong to the same request."""
+    """The current request of each thread or asyncio task: the outermost block opens one, those inside belong to it."""
 
     def __init__(self, open_request: Callable[[str | None], AbstractContextManager[InFlightRequest]]) -> None:
         self._open_request = open_request

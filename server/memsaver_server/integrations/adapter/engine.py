@@ -1,5 +1,4 @@
-"""Engines that are a scheduler with an event loop on each rank: the ``Engine`` over the first rank's scheduler, and the
-memory of all ranks as one.
+"""Engines that are a scheduler with an event loop on each rank: their ``Engine``, and the memory of all ranks as one.
 
 The ranks iterate together. Each iteration begins with a broadcast of what rank 0 received, which every rank processes.
 What all ranks must do in the same iteration is sent in that broadcast: the engine's own requests and our commands. A
@@ -69,8 +68,7 @@ class LateError(MemsaverError):
 @dataclass(frozen=True)
 class Group:
     """The processes of an engine. ``ranks`` are their numbers in torch's default process group; the first receives the
-    engine's requests. ``rank_in_group`` is this process's place among them, ``cpu_group`` torch's group of all for host
-    memory."""
+    engine's requests. ``rank_in_group`` is this process's place among them; ``cpu_group`` is torch's group of all."""
 
     world_size: int
     ranks: Sequence[int]
@@ -451,9 +449,8 @@ class LoopEngine(LeadingLoop, Engine):
         undo: Callable[[], None] = lambda: None,
         given_up: Callable[[], bool] = never,
     ) -> None:
-        """Call ``begin`` at once. Call ``then`` once no request is in flight, before another one enters, and return.
-        After ``timeout_s``, or if it is given up, call ``undo`` instead and raise DrainTimeoutError. All three run in
-        the scheduler's thread."""
+        """In the scheduler's thread call ``begin`` at once, and ``then`` once no request is in flight, before another
+        one enters. After ``timeout_s``, or if it is given up, call ``undo`` instead and raise DrainTimeoutError."""
         begun_at = time.monotonic()
         done: Future[None] = Future()
         still = (done, then)
@@ -556,8 +553,7 @@ def answer_to(request: Any) -> str:
 
 
 class SchedulerRank(Rank):
-    """Answers messages of the rank protocol. Each comes with the number of a command, which this rank must have done
-    before it answers."""
+    """Answers messages of the rank protocol, each after the command whose number comes with it."""
 
     def __init__(self, loop: EventLoop) -> None:
         super().__init__()
@@ -621,16 +617,14 @@ class SchedulerMemory(RankMemory):
         with self._asking:
             self.raise_if_failed()
             if self.hibernated:
-                # Device calls are blocked until the wake-up, so a loop inside one could not come to rest. It has no
-                # request to compute.
+                # Device calls block until the wake-up: a loop inside one could not rest. It has nothing to compute.
                 return operate()
             with self._failing_if_late(), self._loop.standstill() as number, self._asking_after(number):
                 return operate()
 
     @contextmanager
     def _asking_after(self, number: int) -> Iterator[None]:
-        """Have each rank do command ``number`` before it carries out the messages of the block. The caller holds the
-        lock."""
+        """Have each rank do command ``number`` before the messages of the block. The caller holds the lock."""
         self._after = number
         try:
             yield
@@ -647,8 +641,7 @@ class SchedulerMemory(RankMemory):
 
 
 def gather(group: Group, loop: LeadingLoop) -> SchedulerMemory:
-    """Return the memory of all ranks; for the first rank. Raises MemsaverError if one does not ``join`` in
-    ``CONNECT_S``."""
+    """On the first rank, return the memory of all; raise MemsaverError if one does not ``join`` in ``CONNECT_S``."""
     listener = Listener(group.world_size, first=0)
     _shared(group, listener.path)
     _answer(group, loop, listener.path)

@@ -30,8 +30,7 @@ class Plugin:
         variable: the environment variable that turns memsaver on in the engine, whichever ``torch_memory_saver`` is
             installed, and says where to serve: ``HOST:PORT``, or the path of a Unix socket; ``1`` for no service.
         adapter: the engine's module that imports ``torch_memory_saver``.
-        engine: the engine's class, as ``module:name``. It is imported only once it is needed, as engines import their
-            plugins in each of their processes.
+        engine: the engine's class, as ``module:name``; imported once it is needed: each process imports plugins.
     """
 
     def __init__(self, variable: str, engine: str, adapter: str) -> None:
@@ -40,9 +39,8 @@ class Plugin:
         self._engine = engine
 
     def starts(self) -> bool:
-        """Return whether there may be anything to do in this process: the variable is set, or ``import
-        torch_memory_saver`` gives memsaver's. If the variable is set, the engine uses memsaver's from now on; ``0``
-        turns memsaver off in the engine."""
+        """Return whether there may be anything to do in this process: the variable is set, by which the engine uses
+        memsaver's from now on, or ``import torch_memory_saver`` gives memsaver's. ``0`` turns memsaver off."""
         value = os.environ.get(self._variable, "")
         if value == "0":
             return False

@@ -103,8 +103,8 @@ class ModuleEngine(Gate):
         """Put what the first calls create and keep under the tag ``workspace``, inside the block and in this thread:
         all that is allocated there, also scratch memory of libraries and, on a GPU, memory for intermediate results. So
         make the smallest calls that create what is to be kept. ``restore`` is the policy, by default ``host``, as first
-        calls may make tables, too. Raises ConfigurationError if the modules are on several devices and ``device``, an
-        index, is missing."""
+        calls may make tables, too. Raises ConfigurationError if ``device`` is missing and the modules are on several.
+        """
         if device is None and len(self._devices) > 1:
             raise ConfigurationError(f"the modules are on the devices {self._devices}: name one, workspace(device=...)")
         index = device if device is not None or not self._devices else self._devices[0]

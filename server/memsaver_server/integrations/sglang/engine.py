@@ -57,8 +57,7 @@ SETTLING_S = 1.0
 READS = ("CheckWeightsReqInput", "GetWeightsByNameReqInput", "SendWeightsToRemoteInstanceReqInput")
 #: What comes before and after the requests of an update, from 0.5.21 on.
 BEGIN, END = "BeginWeightUpdateReqInput", "EndWeightUpdateReqInput"
-#: The prompt of a verification, of tokens that every vocabulary has; how many tokens are to follow; and how long that
-#: may take, seconds.
+#: A verification's prompt, of tokens that every vocabulary has; how many are to follow, and in how many seconds.
 PROMPT = range(10, 26)
 LENGTH = 8
 VERIFICATION_S = 60.0
@@ -440,8 +439,7 @@ class SglangEngine(base.LoopEngine):
             self.submit(partial(channels.send_to_tokenizer.send_output, output, request))
 
     def _flush(self, request: Any) -> None:
-        """Flush the cache. SGLang's own flush fails while a pause sets requests aside, and just after the last
-        answer."""
+        """Flush the cache. SGLang's own flush fails while a pause sets requests aside, and just after an answer."""
         failed: Exception | None = None
         try:
             self.when_still(max(SETTLING_S, getattr(request, "timeout_s", None) or 0))
@@ -482,8 +480,7 @@ class VerificationPrompt:
         self._running: Any = None
 
     def note(self) -> None:
-        """Find the request, and note its tokens once it has ended. Called in the scheduler's thread after it has
-        processed what it received."""
+        """Find the request, and note its tokens once it has ended. Called in the scheduler's thread."""
         if self._running is None:
             waiting = [each for each in self._scheduler.waiting_queue if each.rid == self.request.rid]
             self._running = waiting[0] if waiting else None

@@ -43,8 +43,7 @@ def _serve(run_event_loop: Callable[..., None], scheduler: Any) -> None:
 
 # In the process that starts the ranks: settings with which the memory of their communicators can be released.
 
-#: SGLang's function that sets the environment of all ranks before they start. It switches NCCL_CUMEM_ENABLE off unless
-#: that is set.
+#: SGLang's function that sets the environment of all ranks before they start, NCCL_CUMEM_ENABLE to 0 unless it is set.
 CONFIGURE = "sglang.srt.entrypoints.engine._set_envs_and_config"
 #: NCCL_CUMEM_ENABLE=1 is NCCL's default. With NCCL_GRAPH_REGISTER=0 graphs with NCCL calls replay after a resume.
 SETTINGS = {"NCCL_CUMEM_ENABLE": "1", "NCCL_GRAPH_REGISTER": "0"}
@@ -93,8 +92,7 @@ ASK_S = 1.0
 
 
 class SchedulerCallError(MemsaverError, kind="scheduler_call"):
-    """The call failed in the scheduler, with ``answer``: the status, a space, and the message. SGLang's server answers
-    with ``status_code``."""
+    """The call failed in the scheduler, with ``answer``: the status, by which SGLang's server answers, and the message."""
 
     def __init__(self, answer: str) -> None:
         status, _, message = answer.partition(" ")

@@ -92,8 +92,7 @@ class TokenspeedScheduler(base.Scheduler):
 
     def _stay_while_frozen(self) -> None:
         """Begin an iteration, and stay in it while nothing may be computed. The overlapping loop calls CUDA before each
-        iteration. In a hibernated process that call would wait for the wake-up, and the loop would never receive the
-        request for it."""
+        iteration: in a hibernated process it would never receive the request for a wake-up."""
         was_frozen = self.frozen
         self._begin_iteration()
         # The iteration that freezes is not held: it still has to commit what was computed before.

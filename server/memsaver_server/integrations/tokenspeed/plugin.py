@@ -50,8 +50,7 @@ def _serve(run: Callable[[Any], None], loop: Any) -> None:
 
 def _with_tagged_workspaces(create: Callable[..., Any], server_args: Any, *arguments: Any, **named: Any) -> Any:
     """Move workspaces under ``TAG`` after ``create_attn_components``, when no graph has captured their addresses yet.
-    They come back as zeros, which TensorRT-LLM's kernels expect of their semaphores. No kernel needs what another one
-    left."""
+    They come back as zeros, which TensorRT-LLM's kernels expect of their semaphores; no kernel needs another's."""
     components = create(server_args, *arguments, **named)
     held = [getattr(sys.modules.get(f"{BACKENDS}.{module}"), name, None) for module, name in WORKSPACES.items()]
     by_device = [each for one in held for each in (one.values() if isinstance(one, dict) else [one])]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from memsaver_core.compat.patching import wrap
 from memsaver_core.contract import errors
@@ -33,8 +33,8 @@ SCHEDULING = "scheduling"
 #: The methods by which an ``LLM`` generates; one may call another.
 CALLS = ("generate", "chat", "beam_search", "encode", "embed", "classify", "score", "reward", "wait_for_completion")
 
-#: The prompt of a verification, of tokens that every vocabulary has; how many tokens are to follow; how long each of
-#: its calls of vLLM may take, and the scheduler to stop after it, seconds.
+#: A verification's prompt, of tokens that every vocabulary has; how many are to follow; in how many seconds each call
+#: of vLLM is to return, and the scheduler to stop.
 PROMPT = range(3, 35)
 LENGTH = 8
 VERIFICATION_S = 60.0
@@ -230,8 +230,7 @@ class ApiServerEngine(VllmEngine):
         """Return the answers of every engine core's workers; ``collective_rpc`` returns those of the first alone."""
         cores = getattr(self._core, "core_engines", ())
         if self._core is None or len(cores) < 2:
-            answers: list[Plain] = await self._client.collective_rpc("memsaver", args=(message,))
-            return answers
+            return cast(list[Plain], await self._client.collective_rpc("memsaver", args=(message,)))
         arguments = ("collective_rpc", "memsaver", None, (message,), None)
         groups = await asyncio.gather(*(self._core._call_utility_async(*arguments, engine=each) for each in cores))
         return [answer for group in groups for answer in group]

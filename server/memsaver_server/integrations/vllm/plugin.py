@@ -25,8 +25,7 @@ from memsaver_server.integrations.vllm.engine import SCHEDULING, ApiServerEngine
 
 logger = logging.getLogger("memsaver")
 
-#: vLLM's own paths that our routes replace: the service must see the calls of the sleep mode, and knows before vLLM
-#: that a worker has ended.
+#: vLLM's paths that our routes replace: the service must see a sleep, and knows before vLLM that a worker has ended.
 REPLACED = frozenset({"/sleep", "/wake_up", "/is_sleeping", "/release_kv_cache_memory", "/health"})
 
 #: Paths, or beginnings of paths, that need the device.
