@@ -22,8 +22,7 @@ def alive() -> list[torch.cuda.CUDAGraph]:
 
 
 def grown_bytes(index: int) -> int:
-    """Return by how much this process's memory of a device grew, beside tensors, during captures by ``graph``; 0 if
-    NVML does not count by process."""
+    """Return by how much captures by ``graph`` grew this process's memory of a device, beside tensors, by NVML."""
     return sum(grown for device, grown in list(_grown.values()) if device == index)
 
 
@@ -55,8 +54,7 @@ def graph(
 ) -> AbstractContextManager[Any]:
     """Capture into ``cuda_graph``, as ``torch.cuda.graph`` does, with the graph's own memory under ``tag``.
 
-    The content is kept by default: a graph's memory holds state that is written only at capture. With memsaver
-    disabled this is ``torch.cuda.graph``.
+    The content is kept by default, as some is written only at capture. Without memsaver this is ``torch.cuda.graph``.
 
     Args:
         cuda_graph: the graph to capture into.
@@ -89,8 +87,7 @@ def _bytes_beside_tensors(device: int) -> int:
     own = process.backend().read_device(saver, device).process_bytes
     if own is None:
         return 0
+    tags = saver.status()["tags"]
     # torch counts live allocations in regions, mapped or not.
-    unmapped = sum(
-        tag["bytes_by_device"].get(device, 0) - tag["mapped_by_device"].get(device, 0) for tag in saver.status()["tags"]
-    )
+    unmapped = sum(tag["bytes_by_device"].get(device, 0) - tag["mapped_by_device"].get(device, 0) for tag in tags)
     return int(own + unmapped - torch.cuda.memory_reserved(device))

@@ -1,6 +1,5 @@
-"""Buffers that the ranks of a group read from each other: one of each rank, mapped by all of them. They replace CUDA
-IPC in an engine's own all-reduce: they can be released, and come back at the same addresses, and a process that has
-dropped them can be checkpointed."""
+"""Buffers that the ranks of a group read from each other: one of each rank, mapped by all of them. Unlike CUDA IPC, in
+whose place an engine's own all-reduce uses them, they can be released, and the process can be checkpointed then."""
 
 from __future__ import annotations
 
@@ -24,11 +23,7 @@ class PeerSockets:
     """A connection to each other rank of a group, for file descriptors. All ranks make it at the same time."""
 
     def __init__(self, rank: int, gather: Gather) -> None:
-        """Connect to the other ranks, which run on this host under the same user.
-
-        Raises:
-            MemsaverError: a rank did not connect within ``TIMEOUT_S``.
-        """
+        """Connect to the others, on this host and of this user; raise MemsaverError if one is not there in time."""
         self.rank = rank
         listener = Listener(first=rank + 1)
         try:

@@ -21,16 +21,14 @@ class Stack(threading.local):
 
 
 class Backend:
-    """One kind of device; ``memsaver_core.process.backend()`` returns the one of this process. Methods that need the
-    saver are given it; the others may be called before one exists. This base class is for a process in which memsaver
-    is disabled: it manages no memory."""
+    """One kind of device; ``memsaver_core.process.backend()`` returns the one of this process. Methods without the
+    saver may be called before it exists. This base class, for a process with memsaver disabled, manages no memory."""
 
     #: The driver's name, for users to read: ``cuda``, ``host``, or ``none`` if memsaver is disabled.
     name: ClassVar[str] = "none"
     #: Whether tags are carried by torch memory pools. Then CUDA graphs can be captured under a tag.
     has_memory_pools: ClassVar[bool] = False
-    #: Whether a process has a context on the device. Then hibernation gives it back, and while it is away every driver
-    #: and NVML call of the process blocks.
+    #: Whether a process has a context on the device. While that is away (hibernated), driver and NVML calls block.
     has_context: ClassVar[bool] = False
 
     def __init__(self) -> None:
@@ -49,9 +47,8 @@ class Backend:
         return nullcontext()
 
     def outside_regions(self, *, own_pool: bool = False) -> AbstractContextManager[Any]:
-        """Return a context manager in which what this thread allocates is under no tag. With ``own_pool``, allocations
-        come from a pool that ends with it: none lands in a free block of tagged memory, and what was freed is back with
-        the driver afterwards."""
+        """Return a context manager in which what this thread allocates is under no tag. With ``own_pool`` it is in a
+        pool that ends with it: not in free blocks of tagged memory, and back with the driver once it is freed."""
         return nullcontext()
 
     def new_graph_pool(self, tag: str, restore: str) -> Any:
@@ -97,6 +94,6 @@ class Backend:
         return TorchMemory(0, 0)
 
     def peers(self, saver: _native.Saver | None, peer_access: bool) -> tuple[tuple[int, int], ...]:
-        """Return pairs of devices of which the first can reach the second's memory. With ``peer_access``, the saver
-        maps its memory on every device."""
+        """Return pairs of devices of which the first can reach the second's memory; all of the saver's with
+        ``peer_access``."""
         return ()

@@ -165,12 +165,9 @@ class CudaBackend(Backend):
         allocator = self._allocators.get(number)
         if allocator is None:
             if self.has_host_memory(device):
-                logger.warning(
-                    "device %d has no memory but the host's: only the policies file and discard free memory", device
-                )
-            allocator = torch.cuda.memory.CUDAPluggableAllocator(
-                _native.__file__, f"memsaver_torch_malloc_{number}", "memsaver_torch_free"
-            )
+                logger.warning("device %d has no memory but the host's: only file and discard free memory", device)
+            functions = (f"memsaver_torch_malloc_{number}", "memsaver_torch_free")
+            allocator = torch.cuda.memory.CUDAPluggableAllocator(_native.__file__, *functions)
             self._allocators[number] = allocator  # torch calls into it for as long as any segment lives
         return Pool(device, allocator.allocator())
 

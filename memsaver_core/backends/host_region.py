@@ -8,18 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules import module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from memsaver_core import _native
 from memsaver_core.backends.base import Stack
 from memsaver_core.storages import is_plain, rebase
-
-_REGISTRATION_HOOKS = (register_module_parameter_registration_hook, register_module_buffer_registration_hook)
 
 # Operators whose result has undefined content: nothing to copy.
 _UNDEFINED = {
@@ -33,9 +28,8 @@ _UNDEFINED = {
 
 class HostRegion(TorchDispatchMode):
     """Moves what is allocated inside to the arena of ``device`` for ``tag`` and ``restore``. torch's dispatcher calls
-    this mode for each operator in the thread that entered it. Parameters and buffers may reach a module without it,
-    from a file or a loader's worker threads: torch's registration hooks note them, and they move when the region
-    ends."""
+    this mode for each operator in the thread that entered it. Parameters and buffers that reach a module without it,
+    from a file or other threads, are noted by torch's registration hooks, and move when the region ends."""
 
     def __init__(self, saver: _native.Saver, stack: Stack, device: int, tag: str, restore: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -48,7 +42,10 @@ class HostRegion(TorchDispatchMode):
         self._hooks: list[Any] = []
 
     def __enter__(self) -> HostRegion:
-        self._hooks = [register(self._note) for register in _REGISTRATION_HOOKS]
+        self._hooks = [
+            module.register_module_parameter_registration_hook(self._note),
+            module.register_module_buffer_registration_hook(self._note),
+        ]
         super().__enter__()  # type: ignore[no-untyped-call]
         self._stack.entered.append(self)
         return self
@@ -61,9 +58,7 @@ class HostRegion(TorchDispatchMode):
         if exception[0] is None:
             self._sweep()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if self._stack.entered[-1] is not self:  # only the innermost region moves
             return func(*args, **kwargs)

@@ -28,7 +28,7 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class _Call:
-    """A call into NCCL that has not returned by its deadline."""
+    """The last call into NCCL, which may be under way still."""
 
     what: str
     name: str
@@ -82,8 +82,7 @@ class Communicators:
 
     def found(self) -> tuple[CommunicatorStatus, ...]:
         """Find and count the communicators of more than one rank, in the order of their creation. While some are being
-        suspended or resumed, return what was counted before. Must not be called while the process is hibernated, when
-        device calls block."""
+        suspended or resumed, return what was counted before. Must not be called while the process is hibernated."""
         if self._lock.acquire(blocking=False):
             try:
                 self._count()

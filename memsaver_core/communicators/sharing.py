@@ -35,8 +35,7 @@ _MULTICAST_SUPPORTED = 132
 
 
 def shared_memory() -> list[str]:
-    """Return what of it there is, each with what to change for the next start: it stays after a release and prevents a
-    hibernation."""
+    """Return what of it there is, each with what to change for the next start. It prevents a hibernation."""
     try:
         return [*_of_groups(), *_of_experts(), *_of_libraries()]
     except Exception as error:  # a version with other names: better no hibernation than one that cannot be undone

@@ -20,13 +20,11 @@ _SUBMODULES = "binary_wrapper entrypoint hooks hooks.base hooks.mode_preload hoo
 
 
 def install(*, subprocesses: bool = False, replace: bool = False) -> None:
-    """Have ``import torch_memory_saver`` import ``memsaver_core.compat.torch_memory_saver``, installed or not. Further
-    calls do nothing.
+    """Have ``import torch_memory_saver`` import ``memsaver_core.compat.torch_memory_saver``. Idempotent.
 
     Args:
         subprocesses: also in Python processes started from now on, by ``PYTHONPATH``.
-        replace: also if another ``torch_memory_saver`` was imported already, but not used; modules that imported it
-            keep that one.
+        replace: also if another one was imported already, but not used; modules that imported it keep that one.
 
     Raises:
         ConfigurationError: another one was imported already, or with ``replace`` used.

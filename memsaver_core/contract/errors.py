@@ -1,6 +1,5 @@
 """Every error that memsaver raises, with its kind, its HTTP status and when a retry may help. Each message says what
-happened, to what, and what to do. After any error each allocation is mapped with its content, or released with what its
-policy requires."""
+happened, to what, and what to do. After any error each allocation has its content, or what its policy requires."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The driver checkpoints a process only for another one, so a small helper process, started at the first use, makes the
 calls. While the process is hibernated each of its CUDA calls blocks; ``wake`` brings the context back with addresses,
-streams, modules and captured graphs. On the host driver, which has no context, what the process holds stops counting,
-and its allocations block.
+streams, modules and captured graphs. On the host driver what the process holds stops counting; its allocations block.
 """
 
 from memsaver_core.hibernation.hibernation import Hibernation

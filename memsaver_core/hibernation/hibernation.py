@@ -22,8 +22,7 @@ _RESTORE_STEPS = ("restore", "cuCheckpointProcessRestore")
 #: How long CUDA calls in flight may take to end before a hibernation is given up, milliseconds.
 LOCK_TIMEOUT_MS = 10_000
 
-#: What undoes a step that failed half way, by the step and the state that the driver reports after it. An unlock is
-#: repeated.
+#: What undoes a step that failed half way, or repeats it, by the step and the state that the driver reports after it.
 _UNDO = {("lock", "locked"): "unlock", ("checkpoint", "checkpointed"): "restore", ("unlock", "locked"): "unlock"}
 
 #: States of the process. UNKNOWN: the driver did not say; each step finds out.
@@ -131,8 +130,7 @@ class Hibernation:
             UnsupportedError: a precondition does not hold; nothing was changed.
             DriverError: the driver refused; the message says whether the process runs on as before.
             ContextLostError: the driver lost the process; restart it.
-            MemsaverError: the helper ended or did not answer in time; ``is_hibernated`` says which state the process
-                is in.
+            MemsaverError: the helper ended or did not answer in time; ``is_hibernated`` says what became of it.
         """
         with self._one_step():
             seconds = self._lock_calls()
@@ -151,8 +149,7 @@ class Hibernation:
             Seconds of the steps.
 
         Raises:
-            OutOfDeviceMemoryError: a device has less free than the process held; still hibernated, the call can be
-                repeated.
+            OutOfDeviceMemoryError: a device has less free than the process held; still hibernated, repeat the call.
             DriverError: the driver refused; the message says whether the process is still hibernated.
             ContextLostError: the driver cannot bring the process back; restart it.
             MemsaverError: the helper ended or did not answer in time; repeat the call.
@@ -168,8 +165,7 @@ class Hibernation:
 
     def checkpoint(self) -> dict[str, float]:
         """Give back all device memory of this process, which is locked: the second step. Does nothing in a process past
-        this step. If it fails, the process is still locked, with its memory; ``unlock`` undoes that. Raises as
-        ``hibernate``."""
+        this step. If it fails, the process has its memory, and is still locked. Raises as ``hibernate``."""
         with self._one_step():
             return self._checkpoint()
 
@@ -250,8 +246,7 @@ class Hibernation:
             with suppress(errors.MemsaverError, StepFailedError):
                 self._ask(undo)
             now = self._driver_state()
-        # After a restore that failed half way, the driver (seen on 580) cannot bring the process back, and does not say
-        # so.
+        # Driver 580 cannot bring a process back after a restore that failed half way, and does not say so.
         stuck = False
         if isinstance(error, StepFailedError) and error.call in _RESTORE_STEPS and not error.needed_bytes:
             stuck = self._restore_failed and error.code == "CUDA_ERROR_OPERATING_SYSTEM"

@@ -49,8 +49,7 @@ def register_check(check: Callable[[], list[str]]) -> None:
 
 
 def obstacles(facts: Facts, suspending: bool = False) -> list[str]:
-    """Return why a process with these ``facts`` cannot be hibernated, each with what to do; ``suspending`` as in
-    ``Hibernation.obstacles``."""
+    """See ``Hibernation.obstacles``; of a process with these ``facts``."""
     if not facts.enabled:
         return ["memsaver is disabled (MEMSAVER_ENABLED=0)"]
     found = []

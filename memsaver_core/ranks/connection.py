@@ -20,8 +20,7 @@ AnswerMessage = Callable[[Plain], Plain]
 
 
 class SocketChannel:
-    """Reaches the ranks by ``connections``, in order. ``answer`` is that of rank 0, in this process; None if the first
-    of ``connections`` is rank 0."""
+    """Reaches the ranks by ``connections``, in order. ``answer`` is rank 0's, in this process, unless it has one, too."""
 
     def __init__(self, answer: AnswerMessage | None, connections: Iterable[socket.socket]) -> None:
         self._answer = answer
@@ -33,8 +32,7 @@ class SocketChannel:
         return started(lambda: self._ask(message))
 
     def send(self, message: Plain) -> None:
-        """Send a message that is not answered to the other ranks, after all that was sent before; raise OSError if a
-        rank has closed its connection."""
+        """Send a message that is not answered to the other ranks; raise OSError if one has closed its connection."""
         with self._lock:
             self._send(message)
 

@@ -32,8 +32,7 @@ def hold_disk(request: MemoryRequest) -> None:
 
 def plan_release(request: MemoryRequest, *, exact: bool = False, hold: bool = False) -> Plan:
     """Return what a release would do; for ``exact`` see ``Prepare``, for ``hold`` ``hold_disk``. Raises
-    ContextLostError; OutOfHostMemoryError or DiskFullError if the backups would not fit; UnsupportedError if they would
-    free nothing."""
+    ContextLostError; OutOfHostMemoryError, DiskFullError or UnsupportedError as the release itself would."""
     tags, status = _look(request.tags)
     check_backups(tags, request.restore)
     host, file = backup_rooms([planned_release(tag, request) for tag in tags], status)
@@ -58,8 +57,7 @@ def plan_release(request: MemoryRequest, *, exact: bool = False, hold: bool = Fa
 
 
 def plan_resume(request: Tagged) -> Plan:
-    """Return what a resume would do. Raises ContextLostError, or OutOfDeviceMemoryError if a device has less free
-    memory than the tags need."""
+    """Return what a resume would do; raise ContextLostError, or OutOfDeviceMemoryError if a device is short."""
     tags, status = _look(request.tags)
 
     def short() -> DeviceRoom | None:
@@ -127,8 +125,7 @@ def _look(names: tuple[str, ...]) -> tuple[list[TagStatus], Status]:
 
 
 def _to_fit(needed: int, free: int) -> int:
-    """Return ``needed``, if it exceeds ``free`` without what torch holds free: that is not backed up, and asking for it
-    takes time."""
+    """Return ``needed``; if it exceeds ``free``, less what torch holds free and no backup has. To ask that is slow."""
     if needed <= free:
         return needed
     return max(0, needed - sum(size for _, size in process.backend().dead_ranges(process.saver())))

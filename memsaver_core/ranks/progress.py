@@ -125,13 +125,8 @@ class GroupProgress:
         """Sum up the ranks' progress with ``operation``, which has taken ``seconds`` so far."""
         begun = self._begun()
         done, total, copied = (sum(words[at] for words in begun) for at in (_DONE, _TOTAL, _COPIED))
-        return Progress(
-            operation=operation if begun else "",
-            done_bytes=done,
-            total_bytes=total,
-            copied_bytes=copied,
-            seconds=seconds,
-        )
+        name = operation if begun else ""
+        return Progress(operation=name, done_bytes=done, total_bytes=total, copied_bytes=copied, seconds=seconds)
 
     def _begun(self) -> list[memoryview]:
         return [words for rank, words in self._records.items() if words[_OPERATIONS] != self._before.get(rank)]

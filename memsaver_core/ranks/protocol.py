@@ -1,6 +1,5 @@
 """Messages between the service and the ranks of an engine. The engine's own channel (``collective_rpc`` of vLLM, a
-broadcast of SGLang) carries what ``REQUESTS.encode`` and ``ANSWERS.encode`` return: JSON-able data with the version of
-this protocol."""
+broadcast of SGLang) carries what ``REQUESTS.encode`` and ``ANSWERS.encode`` return: data for JSON, with a version."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Move:
-    """Release or resume now, with what the engine does at a wake-up. The rank is not hibernated, and does not
-    hibernate, whatever ``memory`` says."""
+    """Release or resume now, with what the engine does at a wake-up; does not hibernate, whatever ``memory`` says."""
 
     operation: Verb
     memory: MemoryRequest
@@ -51,8 +49,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Reserve:
-    """Take what an operation needs, which it uses: a resume's device memory, or the disk space of a release's backups.
-    The rank is not hibernated."""
+    """Take in advance what an operation needs: a resume's device memory, the disk space of a release's backups."""
 
     operation: Verb
     memory: MemoryRequest
@@ -164,8 +161,7 @@ class Failure:
         return cls(type(error).__name__, str(error), attributes, phase)
 
     def to_error(self, before: str = "", after: str = "") -> MemsaverError:
-        """Return the error again, of the same class if that is in the contract, its message between ``before`` and
-        ``after``."""
+        """Return the error again, of its class if the contract has that, its message between ``before`` and ``after``."""
         kind = getattr(errors, self.error, MemsaverError)
         message = before + self.message + after
         if isinstance(kind, type) and issubclass(kind, MemsaverError) and set(self.attributes) == _named(kind):
@@ -175,8 +171,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank answers to any request: its status, or None if memsaver is not in use there, and what the request
-    asked for, or the error that ended it."""
+    """What one rank answers to any request: its status (None: memsaver is not in use there), and what was asked for, or
+    the error."""
 
     status: Status | None
     introduction: Introduction | None = None

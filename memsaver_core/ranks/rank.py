@@ -35,8 +35,7 @@ _STEPS: dict[str, tuple[Verb, Phase]] = {
 
 
 class Rank:
-    """This process as a rank. An engine that has to do more derives a class from it. Messages come one at a time, from
-    any thread."""
+    """This process as a rank; an engine may derive a class from it. Messages come one at a time, from any thread."""
 
     def __init__(self) -> None:
         self._failed_phase = ""
@@ -46,8 +45,7 @@ class Rank:
         return ms.enabled()
 
     def answer(self, message: Plain) -> Plain:
-        """Carry out a message. Never raises: an error is part of the answer, as an engine may give up a rank that
-        raises."""
+        """Carry out a message. Never raises, as an engine may give up a rank that does: errors are answers."""
         self._failed_phase = ""
         result: Result
         try:

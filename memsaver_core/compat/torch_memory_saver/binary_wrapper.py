@@ -41,8 +41,7 @@ class _ThreadState(threading.local):
 
 @cache
 def _thread_state(path: str) -> Any:
-    """Return an object with each thread's region, which is kept in the preload library at ``path`` if there is one, as
-    that needs it at every allocation."""
+    """Return an object with each thread's region, kept in the preload library at ``path``, if any, which reads it."""
     if not path:
         return _ThreadState()
     library = ctypes.CDLL(path)
@@ -72,15 +71,13 @@ def _cuda_runtime() -> ctypes.CDLL:
 class NativeFunctions:
     """The functions that users call on ``_impl._binary_wrapper.cdll``. Text is bytes, as with ctypes. Pause, resume,
     the margin, retention and the folder apply to the whole process, the rest to the calling thread. A tag or kind of
-    backup that is set applies to raw allocations; torch's take theirs from their region. Errors are
-    ``MemsaverError``."""
+    backup that is set applies to raw allocations; torch's take theirs from their region."""
 
     def __init__(self, path: str) -> None:
         self._state = _thread_state(path)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a getter or setter of a field that has no method here; or a function of CUDA's runtime, with which the
-        original library is linked."""
+        """Return a getter or setter of a field; or a function of CUDA's runtime, which the original library exports."""
         if name.startswith("__"):
             raise AttributeError(name)
         action, _, field = name.removeprefix("tms_").partition("_")

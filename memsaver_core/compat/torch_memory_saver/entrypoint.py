@@ -171,9 +171,8 @@ class TorchMemorySaver:
         """
         self._ensure_initialized()
         if not x.is_contiguous():
-            raise MisuseError(
-                f"only of a contiguous tensor, not one of shape {tuple(x.shape)} and strides {x.stride()}"
-            )
+            layout = f"shape {tuple(x.shape)} and strides {x.stride()}"
+            raise MisuseError(f"only of a contiguous tensor, not one of {layout}")
         if x.nbytes == 0 or not process.enabled():
             return None
         saver = process.saver()

@@ -46,8 +46,8 @@ def flag(name: str) -> bool:
 
 
 def check_backend(value: str, name: str = "a CPU backup backend") -> str:
-    """Return ``value``, a kind of backup memory, or empty for the default one; raise ConfigurationError, with ``name``,
-    if there is no such kind."""
+    """Return ``value``, a kind of backup memory, empty for the default; raise ConfigurationError, with ``name``, if it
+    is none."""
     if value not in ("", "pinned", "mmap"):
         raise ConfigurationError(f"{name} is 'pinned' or 'mmap', not {value!r}")
     return value
@@ -93,8 +93,7 @@ class SpareMemory:
         saver.trim_backup_memory(at_once=True)
 
     def _end(self) -> None:
-        """End the thread. If it still ran at the interpreter's end, Python would end it as it returns from native code,
-        and C++ would then abort the process."""
+        """End the thread. If Python did so at the interpreter's end, inside native code, C++ would abort the process."""
         self._ending.set()
         if self._thread is not None:
             self._thread.join()
@@ -150,8 +149,7 @@ class State:
         return self._library
 
     def initialize(self) -> None:
-        """Make the saver and apply the environment variables; raise ConfigurationError if one cannot be used.
-        Idempotent."""
+        """Make the saver and apply the environment variables, once; raise ConfigurationError if one cannot be used."""
         with self._lock:
             if self._initialized:
                 return

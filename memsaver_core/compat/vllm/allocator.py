@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -76,8 +76,7 @@ worker_config = WorkerConfig()
 class MemsaverAllocator:
     """Replaces vLLM's memory allocator. There is one in a process, made by ``CuMemAllocator.get_instance()``. Memory
     allocated inside ``use_memory_pool(tag)`` is released by ``sleep`` and resumed at the same addresses by ``wake_up``,
-    which raise as ``memsaver_core.release`` and ``resume`` do. Unlike with vLLM's own, calls may be repeated, and made
-    in any order."""
+    in any order; they raise as ``memsaver_core.release`` and ``resume``."""
 
     default_tag = "default"
 
@@ -102,8 +101,7 @@ class MemsaverAllocator:
         """Return torch's id of the one pool for CUDA graphs, under the tag ``cuda_graph``."""
         if self._graphs is None:
             self._graphs = ms.GraphPool(CUDA_GRAPH)
-        pool: tuple[int, int] = self._graphs.id
-        return pool
+        return cast(tuple[int, int], self._graphs.id)
 
     def sleep(self, offload_tags: Sequence[str] | str | None = None) -> None:
         """Release every tag; keep the content of ``offload_tags``, and of tags that vLLM cannot write again."""
@@ -153,8 +151,7 @@ def vllm_allocator() -> MemsaverAllocator:
     """Return the allocator of this process's worker."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    allocator: MemsaverAllocator = CuMemAllocator.get_instance()
-    return allocator
+    return cast(MemsaverAllocator, CuMemAllocator.get_instance())
 
 
 def policy_of(tag: str) -> RestorePolicy:
@@ -183,10 +180,8 @@ def _without_expandable_segments() -> Iterator[None]:
     if not re.search(r"expandable_segments\s*:\s*(True|1)", before, re.IGNORECASE) or not torch.cuda.is_available():
         yield
         return
-    # torch resets every option that a new setting does not name.
-    torch.cuda.memory._set_allocator_settings(
-        re.sub(r"expandable_segments\s*:\s*\w+", "expandable_segments:False", before)
-    )
+    inside = re.sub(r"expandable_segments\s*:\s*\w+", "expandable_segments:False", before)
+    torch.cuda.memory._set_allocator_settings(inside)  # which resets every option that is not named
     try:
         yield
     finally:

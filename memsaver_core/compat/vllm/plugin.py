@@ -191,8 +191,7 @@ _NOTES = ("_sleep_saved_buffers", "_sleep_rebuild_draft_metadata_buffers")
 
 
 class _WorkerRank(Rank):
-    """The worker of this process. A plain ``Move("release", ...)`` goes past the worker's sleep, which would call CUDA:
-    it is for a hibernated process."""
+    """The worker of this process. A ``Move("release", ...)``, which only a hibernated one gets, goes past its sleep."""
 
     worker: Any = None
 
@@ -326,8 +325,7 @@ def _flashinfer_tag(builder: Any = None, *_: Any, **__: Any) -> str | None:
 # share that by CUDA IPC, so it could not be released. Here a captured all-reduce first copies its input into the buffer
 # that the ranks share from the start, as vLLM does outside of graphs; and that buffer is virtual memory.
 
-#: Size of an entry of ``CustomAllreduce.rank_data``, in bytes: a pointer for each of eight ranks (``RankData`` in
-#: vLLM's csrc/custom_all_reduce.cuh).
+#: Bytes of an entry of ``CustomAllreduce.rank_data``: eight pointers (``RankData`` in csrc/custom_all_reduce.cuh).
 ENTRY_BYTES = 64
 
 #: The buffers of this process, in the order in which they were made.
@@ -379,8 +377,7 @@ def _forget(free_shared_buffer: Function, pointers: list[int], group: Any = None
 
 
 def _without_unused_buffer(init: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Free the buffer of symmetric memory if vLLM finds after its allocation that it cannot use it, as without NVLink
-    multicast: every rank has mapped it."""
+    """Free the buffer of symmetric memory, which every rank has mapped, if vLLM finds that it cannot use it."""
     init(self, *args, **kwargs)
     if self.disabled:
         vars(self).pop("buffer", None)

@@ -65,7 +65,7 @@ def demo(context: typer.Context) -> None:
 
 
 def _run(client: Client, console: Console, spinner: Status) -> None:
-    """Generate, release, resume, generate again, compare the tokens. Raises ClientError, or DemoError if they differ."""
+    """Generate, release, resume, generate again; raise DemoError if the tokens differ, ClientError if a call fails."""
 
     def show(title: str, what: RenderableType) -> None:
         console.print(Text(title, style="bold"))

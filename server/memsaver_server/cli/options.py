@@ -29,7 +29,7 @@ class Options:
         return {name: of for name, of in get_type_hints(cls).items() if isinstance(getattr(cls, name), OptionInfo)}
 
     def given(self) -> dict[str, Any]:
-        """Return what the user has set; raise BadParameter if it cannot be converted, or is infinite or not a number."""
+        """Return what the user has set; raise BadParameter if it cannot be converted, or is infinite or no number."""
         given = {}
         for name, value in vars(self).items():
             if isinstance(value, float) and not math.isfinite(value):

@@ -37,7 +37,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Return ``text`` (``8GiB``, ``500MB``, ``20G``, ``4096``) in bytes; raise ValueError if it is no size below 8 EiB."""
+    """Return ``text`` (``8GiB``, ``500MB``, ``20G``, ``4096``) in bytes; raise ValueError unless it is below 8 EiB."""
     matched = _SIZE.fullmatch(text)
     if matched is None or (count := int(Decimal(matched[1]) * _unit_bytes(matched))) >= 1 << 63:
         raise ValueError(f"{text!r} is not a size; write for example 8GiB, 500MB or a number of bytes")

@@ -92,7 +92,7 @@ ASK_S = 1.0
 
 
 class SchedulerCallError(MemsaverError, kind="scheduler_call"):
-    """The call failed in the scheduler, with ``answer``: the status, by which SGLang's server answers, and the message."""
+    """The call failed in the scheduler, with ``answer``: the status, with which the server answers, and the message."""
 
     def __init__(self, answer: str) -> None:
         status, _, message = answer.partition(" ")
