@@ -20,7 +20,7 @@ AnswerMessage = Callable[[Plain], Plain]
 
 
 class SocketChannel:
-    """Reaches the ranks by ``connections``, in order. ``answer`` is rank 0's, in this process, unless it has one, too."""
+    """Reaches the ranks by ``connections``, in order; rank 0 by ``answer`` if it is this process, else None."""
 
     def __init__(self, answer: AnswerMessage | None, connections: Iterable[socket.socket]) -> None:
         self._answer = answer

@@ -93,7 +93,7 @@ class SpareMemory:
         saver.trim_backup_memory(at_once=True)
 
     def _end(self) -> None:
-        """End the thread. If Python did so at the interpreter's end, inside native code, C++ would abort the process."""
+        """End the thread: if Python ended it as it returns from native code, C++ would abort the process."""
         self._ending.set()
         if self._thread is not None:
             self._thread.join()
