@@ -16,8 +16,7 @@ struct DigestJob {
   const std::vector<Extent>* extents;
 };
 
-// Owns the digests that are under way on a device: several batches at once, with results in the order of submission.
-// One thread at a time.
+// Owns the digests under way on a device: several batches, collected in the order they came. One thread at a time.
 class DigestQueue {
  public:
   // Bytes per CUDA thread block: 256 KiB fill the device from a few dozen MiB on, and keep the table of items small
@@ -29,8 +28,7 @@ class DigestQueue {
   // Jobs that are digested at once.
   class Batch {
    public:
-    // Adds a job, unless the batch would exceed `bytes` or kSlotItems items; the first always fits. Returns whether it
-    // did.
+    // Adds a job, and returns true, unless the batch would exceed `bytes` or kSlotItems items; the first always fits.
     [[nodiscard]] bool add(const DigestJob& job, std::size_t bytes) {
       const std::size_t all_bytes = bytes_ + sum_of(*job.extents);
       std::size_t items = items_;
@@ -78,8 +76,7 @@ class DigestQueue {
     idle_.pop_back();
     batches_.push_back(std::move(batch));
   }
-  // Removes the oldest batch, waits for it, and returns the digests of its jobs. Only while not empty(). Throws driver
-  // errors.
+  // Removes the oldest batch, waits for it, returns the digests of its jobs. Not while empty(). Throws driver errors.
   [[nodiscard]] std::vector<Digest> collect() {
     const Submitted batch = std::move(batches_.front());
     batches_.pop_front();

@@ -23,8 +23,7 @@ namespace memsaver {
 }
 
 // Owns the backups on disk: one file, deleted while open, so that nothing is left however the process ends. Only its
-// owner can read it. Unbuffered (O_DIRECT) if the file system supports it, so that backups do not displace the page
-// cache. Any thread may call any function.
+// owner can read it. O_DIRECT, if supported, keeps backups out of the page cache. Any thread may call any function.
 class FileStore {
  public:
   // Uses `folder` when space is first requested.
@@ -122,8 +121,7 @@ class FileStore {
  private:
   static constexpr char kPrefix[] = "memsaver-backup-";
 
-  // Deletes empty backup files of processes that were killed before they deleted theirs. One that is about to loses
-  // only the name.
+  // Deletes empty backup files of processes that were killed before they did. One that is about to loses only the name.
   void remove_left_behind() const REQUIRES(file_mutex_) {
     const std::unique_ptr<DIR, int (*)(DIR*)> entries(opendir(folder_.c_str()), &closedir);
     if (entries == nullptr) return;

@@ -44,8 +44,7 @@ inline void check_available(std::size_t bytes, const std::string& whose = "") {
 // Several threads make slices in parallel: mapped, with huge pages advised, on the NUMA node of the device, touched.
 // Registering a slice holds a lock of the CUDA driver that copies and unmaps need too, so one thread at a time does it.
 // While an operation waits for memory that is the thread in take(), between its copies: with 6 to 16 other threads, the
-// first release of 16 GiB ran at 26 to 32 GB/s on an H200. Otherwise it is a maker. Neither a copy nor a range that is
-// handed out may span two slices.
+// first release of 16 GiB ran at 26 to 32 GB/s on an H200. Otherwise it is a maker. No copy or range spans two slices.
 class HostPool {
  public:
   // `numa_node` of -1 leaves the placement to the kernel.
@@ -60,8 +59,7 @@ class HostPool {
     for (auto& thread : threads_) thread.join();
   }
 
-  // Throws out_of_host_memory if `bytes` more would exceed the limit, or if the part of them that is not pinned yet
-  // exceeds the machine's available memory.
+  // Throws out_of_host_memory if `bytes` more exceed the limit, or those not pinned yet the machine's available memory.
   void check(std::size_t bytes) {
     std::size_t fresh = 0;
     {
@@ -74,8 +72,7 @@ class HostPool {
     if (fresh > 0) check_available(fresh);
   }
 
-  // Grows in the background until `bytes` more could be handed out, as far as the machine has memory. take() throws
-  // what stops it.
+  // Grows in the background until `bytes` more can be handed out, if the machine has them. take() throws what stops it.
   void start_growth(std::size_t bytes) {
     const Lock lock(mutex_);
     grow_to(std::min(limit_, used_ + bytes));
@@ -141,8 +138,7 @@ class HostPool {
     HostPool& pool_;
   };
 
-  // Unpins and unmaps every unused slice, unless the pool is growing. Slices that the driver fails to unpin stay, with
-  // a warning.
+  // Unpins and unmaps unused slices, unless the pool is growing. Those that the driver cannot unpin stay; this warns.
   void trim() {
     std::deque<HostMapping> touched;
     std::deque<HostMapping> pinned;

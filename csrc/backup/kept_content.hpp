@@ -7,8 +7,7 @@
 
 namespace memsaver {
 
-// Unpacks the `packed_bytes` in `memory` with so many threads. Returns false if they are not packed content of `bytes`:
-// then `content` is undefined.
+// Unpacks `memory` with so many threads. Returns false, with `content` undefined, if it is not packed from `bytes`.
 [[nodiscard]] inline bool unpack_ranges(const std::vector<HostRange>& memory, std::size_t packed_bytes, void* content,
                                         std::size_t bytes, std::size_t threads = 1) {
   const auto* packed = reinterpret_cast<const unsigned char*>(memory.front().address);

@@ -57,8 +57,7 @@ class Packing {
   }
 
   // Takes as many buffers as fit into `room` bytes; replaces fewer once there is room for the most. Returns whether
-  // there are any; if the driver refuses, there are none until the next close(). Only work under way may need what they
-  // hold.
+  // there are any; if the driver refuses, there are none until close(). Only work under way may need their content.
   [[nodiscard]] bool open(std::size_t room) {
     const std::size_t count = std::min(kBuffers, room / kBufferBytes);
     const bool more = buffers_.empty() ? count > 0 : count == kBuffers && buffers_.size() < kBuffers;

@@ -64,8 +64,7 @@ class DigestWindows {
   std::deque<Window> submitted_;
 };
 
-// Owns the copies from a device to the backup file, each with bounce memory and a thread that writes, and limits how
-// many are under way.
+// Owns up to kFileTransfers copies from a device to the backup file, each with bounce memory and a writing thread.
 class FileWrites {
  public:
   // Adds the seconds spent waiting to `seconds`.
@@ -91,8 +90,7 @@ class FileWrites {
   [[nodiscard]] const FileTransfers& transfers() const { return transfers_; }
 
  private:
-  // Returns bounce memory for the last of transfers_, after older ones if there is too little; a single one is always
-  // served.
+  // Returns bounce memory for the last of transfers_, if need be after older ones; a single one is always served.
   std::unique_ptr<HostPool::Bounce> take_bounce(std::size_t bytes) {
     const Stopwatch watch(seconds_.host_memory);
     for (;;) {
@@ -130,9 +128,8 @@ class SharedSave {
  public:
   SharedSave(Pipeline& pipeline, SharedStore& store) : pipeline_(pipeline), store_(store) {}
 
-  // Looks for the content, of `bytes`, of a block without host memory. Returns kept if the block has it now, and
-  // awaited if another process is writing it. Returns claimed if its copy is to be queued (see take() and copied()),
-  // no_room if the store cannot take it.
+  // Looks for the content, of `bytes`, of a block without host memory. Returns kept if the block has it now, awaited if
+  // another process is writing it, claimed if the caller is to take() and copy it, no_room if the store is full.
   [[nodiscard]] SharedStore::Found find(Block& block, const Digest& digest, std::size_t bytes) {
     using Found = SharedStore::Found;
     publish_done();
@@ -327,8 +324,7 @@ class SaveTask {
     if (!batch.copied.empty()) batch.event = pipeline_.record(pipeline_.copies);
   }
 
-  // Returns whether a block needs no copy: its backup has its content, or it is all zeros. Otherwise it counts as not
-  // kept until finish_oldest().
+  // Returns true if a block's backup has its content, or it is all zeros. Else it is not kept until finish_oldest().
   bool is_kept(ContentBlock& content, const std::optional<Digest>& digest) {
     Block& block = *content.block;
     const std::size_t bytes = sum_of(content.live);

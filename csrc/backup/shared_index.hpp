@@ -112,8 +112,7 @@ class SharedIndex {
 
   RobustMutex mutex;
 
-  // Makes this process a member, for which the calling thread holds the liveness mutex from now on. Returns false if
-  // there are kMembers already.
+  // Makes this process a member, whose liveness mutex this thread holds from now on; false if kMembers are in it.
   [[nodiscard]] bool join() REQUIRES(mutex) {
     drop_dead_members();
     for (std::uint32_t i = 0; i < kMembers; ++i) {

@@ -152,8 +152,7 @@ class SharedStore {
   }
   [[nodiscard]] std::uint32_t changes() const { return index_->changes(); }
 
-  // Registers the memory of entries with the driver, for fast copies. Throws as Driver::register_host(): some of it may
-  // be registered.
+  // Registers entries' memory with the driver, for fast copies. Throws as Driver::register_host(): some may be left.
   void pin(const std::vector<HostRange>& ranges) EXCLUDES(mutex_, pin_mutex_) {
     pin_if([&](std::uint32_t, const HostMapping& slab) {
       return std::any_of(ranges.begin(), ranges.end(),

@@ -28,8 +28,7 @@ class StoreSockets {
   StoreSockets(const StoreSockets&) = delete;
   ~StoreSockets() { close_all(); }
 
-  // Excludes other processes that look for the store, until unlock(). Returns false if they held the lock for
-  // `timeout`, or the system refuses a socket.
+  // Excludes others that look for the store, until unlock(). Returns false after `timeout`, or without a socket.
   [[nodiscard]] bool lock(std::chrono::milliseconds timeout) {
     lock_ = open_socket();
     const auto until = Clock::now() + timeout;
@@ -45,8 +44,7 @@ class StoreSockets {
   void unlock() { close_and_forget(lock_); }
 
   // Returns the descriptor of the store's file from any process that has it; -1 if no name is taken: there is no store.
-  // Returns nothing if none answers within `timeout`. A process that is busy answers later; one that is ending closes
-  // its end, and then its name is free.
+  // Returns nothing if none answers within `timeout`: they are busy. One that ends closes its end and frees its name.
   [[nodiscard]] std::optional<int> request(std::chrono::milliseconds timeout) {
     const auto until = Clock::now() + timeout;
     for (;;) {
@@ -169,8 +167,7 @@ class StoreSockets {
     file = -1;
   }
 
-  // As request(), once, of all processes at once: those that are stopped cost no time. Returns when one has answered,
-  // or all have closed their ends.
+  // As request(), of all processes at once, so that stopped ones cost no time, until one answers or all have closed.
   [[nodiscard]] std::optional<int> request_from_all(std::chrono::milliseconds timeout) const {
     const auto until = Clock::now() + timeout;
     bool any = false;  // a process has one of the names
@@ -213,8 +210,7 @@ class StoreSockets {
   int listener_ = -1;
 };
 
-// Returns a file in memory that only this user can open, with a size that no process can change; -1 with errno set on
-// failure.
+// Returns a file in memory for this user alone, whose size no process can change; -1 with errno set on failure.
 [[nodiscard]] inline int make_store_file(std::size_t bytes) {
   const int file = memfd_create("memsaver-backups", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (file < 0) return -1;

@@ -108,8 +108,7 @@ class Registered {
   HostMapping memory_;
 };
 
-// Owns addresses of a device, which stay reserved while the memory behind them comes and goes, and that memory. One
-// thread at a time.
+// Owns addresses of a device, which stay reserved, and the memory that comes and goes there. One thread at a time.
 class DeviceRange {
  public:
   // Reserves `bytes`, a multiple of the granularity. Throws driver errors.

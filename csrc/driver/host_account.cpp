@@ -206,8 +206,7 @@ void HostAccount::join(std::size_t capacity_bytes) {
   slot_ = free_slot;
 }
 
-// What the process holds no longer counts, and the file is deleted if no other process uses it. Does nothing when
-// repeated.
+// What the process holds no longer counts; the file is deleted if no other process uses it. Idempotent.
 void HostAccount::leave() noexcept {
   if (path_.empty() || !own_ || slot_ < 0) return;
   try {

@@ -30,8 +30,7 @@ struct StepError : std::runtime_error {
 };
 
 // Another process, whose device state the driver can checkpoint: running -> locked -> checkpointed and back. Owns
-// nothing of it. One thread at a time. Each step throws StepError: it should have had no effect, but drivers do not
-// always ensure that; check state().
+// nothing of it. One thread at a time. Each step throws StepError: it may have had an effect all the same; see state().
 class Process {
  public:
   virtual ~Process() = default;
@@ -44,8 +43,7 @@ class Process {
   virtual void lock(unsigned timeout_ms) = 0;
   // Releases all device memory of the process. Returns the bytes that it held of `devices`, as far as they are known.
   virtual ByDevice checkpoint(const ByDevice& devices) = 0;
-  // Takes the memory again. Throws StepError without calling the driver if less than `held`, from checkpoint(), is
-  // free.
+  // Takes the memory again. Throws StepError, and does not call the driver, if less than checkpoint()'s `held` is free.
   virtual void restore(const ByDevice& held) = 0;
   virtual void unlock() = 0;
 };

@@ -25,8 +25,7 @@ std::vector<Region>& regions() REQUIRES(regions_mutex) {
   return *list;
 }
 
-// Returns null on failure: torch frees its caches, retries, and raises OutOfMemoryError. Must not throw: torch holds
-// its allocator's lock around the call.
+// Returns null on failure: torch frees its caches, retries, raises OutOfMemoryError. Torch holds its allocator's lock.
 void* allocate(int region, ssize_t bytes, int device) noexcept {
   try {
     Region copy;

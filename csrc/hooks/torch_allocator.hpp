@@ -6,13 +6,11 @@ namespace memsaver {
 
 // Any thread may call these functions.
 
-// The saver from which torch's allocators allocate. It must never be destroyed: torch frees memory until the very end
-// of the process.
+// The saver from which torch's allocators allocate. Never destroyed: torch frees memory until the end of the process.
 [[nodiscard]] Saver* active_saver() noexcept;
 void set_active_saver(Saver* saver) noexcept;
 
-// Frees memory of `owner`; in a forked child, which owns none of the device memory, does nothing. Returns false, with a
-// warning, on failure.
+// Frees memory of `owner`; nothing in a forked child, which owns none. On failure it warns and returns false.
 bool free_or_warn(Saver& owner, Address address) noexcept;
 
 // torch's pluggable allocator takes C functions without a user argument, so each pair of tag and restore policy has a

@@ -216,8 +216,7 @@ void bind_driver(SaverClass& saver) {
       .def("digest", &digest, "device"_a, "address"_a, "bytes"_a, "key"_a, NoGil());
 }
 
-// torch frees memory until the very end of the process, after Python's objects are gone: an active saver is never
-// destroyed.
+// An active saver is never destroyed: torch frees memory until the end of the process, after Python's objects are gone.
 void activate(const std::shared_ptr<Saver>& saver) {
   static auto* const kept = new std::vector<std::shared_ptr<Saver>>;
   kept->push_back(saver);
@@ -235,7 +234,6 @@ class HostBuffer {
     address_ = saver_->allocate({device, tag, policy}, bytes);
   }
   HostBuffer(const HostBuffer&) = delete;
-  HostBuffer& operator=(const HostBuffer&) = delete;
   ~HostBuffer() {
     const py::gil_scoped_release no_gil;
     try {

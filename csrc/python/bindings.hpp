@@ -24,8 +24,7 @@ using DriverAdaptor = std::function<std::unique_ptr<Driver>(std::unique_ptr<Driv
 // call that may wait releases the GIL.
 void bind_all(py::module_& module, const DriverAdaptor& adapt = {});
 
-// Returns the enumerator whose name, among those of all in their order, is `text`. Throws configuration, with the
-// names, if there is none.
+// Returns the enumerator named `text` in `names`, those of all in their order. Throws configuration if there is none.
 template <typename Enum>
 Enum parse(const std::string& text, const std::string& what, const std::vector<std::string>& names) {
   const auto found = std::find(names.begin(), names.end(), text);

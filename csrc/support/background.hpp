@@ -7,8 +7,7 @@
 
 namespace memsaver {
 
-// Owns the thread in which some work runs, one run at a time, whenever it is requested. Any thread may call any
-// function.
+// Owns a thread that runs some work, once at a time, whenever it is requested. Any thread may call any function.
 class Background {
  public:
   explicit Background(std::function<void()> work) : work_(std::move(work)) {}

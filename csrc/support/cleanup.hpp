@@ -15,7 +15,6 @@ class Cleanup {
   Cleanup() = default;
   explicit Cleanup(std::function<void()> step) { add(std::move(step)); }
   Cleanup(const Cleanup&) = delete;
-  Cleanup& operator=(const Cleanup&) = delete;
   ~Cleanup() { run(); }
 
   void add(std::function<void()> step) { steps_.push_back(std::move(step)); }

@@ -61,8 +61,7 @@ std::size_t reclaimable_in(const std::string& path, const std::string& prefix) {
   return bytes;
 }
 
-// Total and available memory: the least of the machine, this process's control group and the group's parents (cgroup
-// versions 1 and 2).
+// Total and available memory: the least of the machine, this process's control group (v1 or v2) and its parents.
 class Memory {
  public:
   std::size_t total = kNoLimit;

@@ -5,8 +5,7 @@
 
 namespace memsaver {
 
-// Packed content: the exponents of weights take few values, so they are kept as 3-bit codes. Any bytes come back bit
-// for bit.
+// Packed content: the exponents of weights take few values, so they are kept as 3-bit codes. It is lossless.
 //
 // Content is read as elements of 2 bytes (bfloat16) or 4 bytes (float32), whose upper 16 bits are a sign, 8 bits of
 // exponent and 7 of mantissa. Seven exponents have a code each; the eighth code is an escape. Of elements with 5 bits

@@ -57,8 +57,7 @@ class RangeSet {
     }
     return removed;
   }
-  // Removes `bytes` from the smallest range that holds them, the lowest of equals. Returns where they begin; nothing if
-  // no range holds them.
+  // Removes `bytes` from the smallest range that has room, the lowest of equals, and returns where they began, if any.
   [[nodiscard]] std::optional<std::uintptr_t> take(std::size_t bytes) {
     auto best = ranges_.end();
     for (auto at = ranges_.begin(); at != ranges_.end(); ++at) {
