@@ -30,7 +30,6 @@ def free_bytes() -> int:
 
 
 def full(needed: int, free: int) -> DiskFullError:
-    """Return the error of backups for which the disk is too small."""
     return DiskFullError(
         f"the backups need {needed} bytes on the file system of {process.settings().file_dir}, and {free} are free; "
         "free disk space, or set MEMSAVER_FILE_DIR to a larger file system",

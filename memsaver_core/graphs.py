@@ -17,7 +17,6 @@ _grown: WeakKeyDictionary[torch.cuda.CUDAGraph, tuple[int, int]] = WeakKeyDictio
 
 
 def alive() -> list[torch.cuda.CUDAGraph]:
-    """Return the graphs made by ``graph`` that are still alive."""
     return list(_grown)
 
 

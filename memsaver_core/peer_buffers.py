@@ -87,7 +87,6 @@ class PeerBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Device memory of this rank's buffer."""
         return self._own.nbytes
 
     @property

@@ -55,7 +55,6 @@ class PhaseLog:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the log was made."""
         return time.monotonic() - self._started
 
     def devices(self) -> tuple[MeteredDelta, ...]:

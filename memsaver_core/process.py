@@ -73,7 +73,6 @@ def torch_device(index: int = 0) -> torch.device:
 
 
 def existing_saver() -> _native.Saver | None:
-    """Return the saver, or None if there is none yet."""
     return _saver
 
 

@@ -36,8 +36,6 @@ class _Call:
 
 
 class Communicators:
-    """The communicators of this process."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()  # one operation at a time
         self._registered: dict[str, Communicator] = {}

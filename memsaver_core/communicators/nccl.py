@@ -84,7 +84,6 @@ def loaded() -> Nccl | None:
 
 
 def loaded_paths(maps: Path = Path("/proc/self/maps")) -> tuple[str, ...]:
-    """Return the paths of the libnccl copies that are mapped into this process."""
     with maps.open() as lines:
         fields = (line.rstrip("\n").split(maxsplit=5) for line in lines if "/libnccl.so" in line)
         return tuple(dict.fromkeys(each[5] for each in fields))

@@ -40,8 +40,6 @@ _CONSEQUENCES = {
 
 
 class Hibernation:
-    """The hibernation of this process."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()  # one request to the helper at a time
         self._helper: Helper | None = None
@@ -85,7 +83,6 @@ class Hibernation:
             raise errors.ContextLostError(self._failure)
 
     def helper_pid(self) -> int | None:
-        """Return the process id of the helper, or None if none runs."""
         helper = self._helper
         return helper.pid if helper is not None and helper.alive else None
 
@@ -274,7 +271,6 @@ class Hibernation:
         return errors.DriverError(f"{error}; {_CONSEQUENCES[self._state]}", call=error.call, code=error.code)
 
     def _driver_state(self) -> str:
-        """Return what the driver calls this process's state."""
         try:
             [state] = self._ask("state")
         except StepFailedError as error:

@@ -28,8 +28,6 @@ _MARK, _OPERATIONS, _PHASE, _DONE, _TOTAL, _COPIED, _BEGUN, _ENDED = range(8)
 
 
 class ProgressRecord:
-    """The record of this process."""
-
     def __init__(self) -> None:
         self._fd = os.memfd_create(_NAME)
         os.ftruncate(self._fd, _BYTES)

@@ -161,7 +161,7 @@ class Failure:
         return cls(type(error).__name__, str(error), attributes, phase)
 
     def to_error(self, before: str = "", after: str = "") -> MemsaverError:
-        """Return the error, of its class if the contract has that, with its message between ``before`` and ``after``."""
+        """Return the error, of its class if the contract has it, with its message between ``before`` and ``after``."""
         kind = getattr(errors, self.error, MemsaverError)
         message = before + self.message + after
         if isinstance(kind, type) and issubclass(kind, MemsaverError) and set(self.attributes) == _named(kind):

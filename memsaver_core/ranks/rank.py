@@ -100,7 +100,6 @@ class Rank:
         raise UnsupportedError(f"this rank does not answer {type(request).__name__}")
 
     def release_own(self, memory: MemoryRequest) -> OperationReport:
-        """Release those of the tags that this rank has."""
         tags = _here(memory.tags)
         if memory.tags and not tags:
             return OperationReport(operation="release")

@@ -31,8 +31,6 @@ def to_stderr() -> None:
 
 
 class AuditLog:
-    """The audit log of one service."""
-
     def __init__(self, path: str) -> None:
         """Write to the file ``path`` as well, unless it is empty.
 

@@ -97,7 +97,6 @@ class Models:
     failures: Mapping[int, str] = field(default_factory=dict)
 
     def asked(self, verb: Verb) -> type[Asked]:
-        """Return the model of a request."""
         return self.release if verb == "release" else self.resume
 
 

@@ -120,7 +120,6 @@ class TorchMemorySaver:
 
     @property
     def enabled(self) -> bool:
-        """True."""
         return True
 
     @property

@@ -230,7 +230,6 @@ def set_disk_folder(folder: str) -> None:
 
 
 def preloaded() -> list[str]:
-    """Return the libraries that ``LD_PRELOAD`` names."""
     return os.environ.get("LD_PRELOAD", "").replace(":", " ").split()
 
 

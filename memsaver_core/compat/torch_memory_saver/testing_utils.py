@@ -8,12 +8,10 @@ import memsaver_core as ms
 
 
 def get_device() -> str:
-    """Return the type of torch device whose memory is saved."""
     return ms.torch_device().type
 
 
 def empty_cache() -> None:
-    """Give torch's unused device memory back to the driver."""
     torch.cuda.empty_cache()
 
 

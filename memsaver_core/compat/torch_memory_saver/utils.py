@@ -17,7 +17,6 @@ _TORCH = "torch_memory_saver_hook_mode_torch"
 
 
 def is_xpu() -> bool:
-    """Return whether torch runs on an Intel GPU, which memsaver does not support."""
     return False
 
 
@@ -48,7 +47,6 @@ def set_variable(name: str, value: str | None) -> None:
 
 @contextmanager
 def change_env(key: str, value: str) -> Iterator[None]:
-    """Set an environment variable inside the block."""
     before = os.environ.get(key)
     os.environ[key] = value
     try:

@@ -148,7 +148,6 @@ class MemsaverAllocator:
 
 
 def vllm_allocator() -> MemsaverAllocator:
-    """Return the allocator of this process's worker."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     return cast(MemsaverAllocator, CuMemAllocator.get_instance())
@@ -160,7 +159,6 @@ def policy_of(tag: str) -> RestorePolicy:
 
 
 def policy_at_sleep(tag: str, offloaded: frozenset[str]) -> RestorePolicy:
-    """Return the policy of ``tag`` in a sleep that keeps ``offloaded``."""
     if tag in KEPT or tag in offloaded:
         return RestorePolicy.HOST
     policy = policy_of(tag)
@@ -168,7 +166,6 @@ def policy_at_sleep(tag: str, offloaded: frozenset[str]) -> RestorePolicy:
 
 
 def known_tags() -> list[str]:
-    """Return the tags that have memory."""
     saver = process.existing_saver()
     return saver.known_tags() if saver is not None else []
 

@@ -354,8 +354,6 @@ def _from_shared_buffer(all_reduce: Function, self: Any, inp: Any, *, out: Any =
 def _virtual(
     _create_shared_buffer: Function, size_in_bytes: int, group: Any = None, uncached: bool | None = False
 ) -> list[int]:
-    """Return the address of each rank's buffer."""
-
     def gather(value: Any) -> list[Any]:
         values = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(values, value, group=group)

@@ -11,7 +11,6 @@ _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EI
 
 
 def main() -> None:
-    """Entry point of the ``memsaver`` command."""
     try:
         from memsaver_server.cli.commands import app
     except ModuleNotFoundError as error:

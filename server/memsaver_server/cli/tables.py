@@ -316,7 +316,6 @@ def fleet_result_view(result: FleetResult) -> RenderableType:
 
 
 def all_answer(occupation: status.OccupationAnswer) -> bool:
-    """Return whether all engines of a coordinator answer, and none is silent."""
     return not any(engine.error for engine in getattr(occupation, "engines", ()))
 
 

@@ -32,8 +32,6 @@ class _BlockingCalls(Calls):
 def _blocking(
     method: Callable[Concatenate[Calls, _P], Coroutine[Any, Any, _T]],
 ) -> Callable[Concatenate[Client, _P], _T]:
-    """Return the method of ``Client`` for one of ``Calls``."""
-
     @wraps(method)
     def call(client: Client, /, *arguments: _P.args, **options: _P.kwargs) -> _T:
         coroutine = method(client._calls, *arguments, **options)
@@ -47,8 +45,6 @@ def _blocking(
 
 
 def _made(make: Callable[_P, _BlockingCalls]) -> Callable[Concatenate[Client, _P], None]:
-    """Return the constructor of ``Client`` that takes what ``make`` takes."""
-
     @wraps(make)
     def __init__(client: Client, /, *arguments: _P.args, **options: _P.kwargs) -> None:
         client._calls = make(*arguments, **options)

@@ -52,13 +52,11 @@ class EngineMetrics:
         self._counters_text: bytes | None = None
 
     def count(self, operation: str, outcome: str) -> None:
-        """Count a call of ``operation`` that ended with ``outcome``."""
         with self._lock:
             self._counters_text = None
             self._operations[operation, outcome] += 1
 
     def record(self, operation: Operation, outcome: str) -> None:
-        """Count an operation that has ended, with its phases and bytes."""
         name = operation.request.operation
         with self._lock:
             self._counters_text = None

@@ -82,14 +82,12 @@ def _plan(operation: Verb, tags: list[PlannedTag], blockers: list[str], **rooms:
 
 
 def planned_text(operation: Verb, tags: Iterable[PlannedTag]) -> str:
-    """Return what an operation on ``tags`` does, for messages."""
     moved = readable(sum(tag.bytes for tag in tags))
     names = ", ".join(tag.tag for tag in tags if tag.bytes)
     return f"{operation} {f'{moved} of {names}' if names else 'nothing'}"
 
 
 def readable(size: int) -> str:
-    """Return ``size`` in bytes as messages show it."""
     value = float(size)
     for unit in ("bytes", "KiB", "MiB"):
         if value < 1024:

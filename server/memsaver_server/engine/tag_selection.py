@@ -20,7 +20,6 @@ def released_tags(status: Status) -> set[str]:
 
 
 def keeps_content(tag: TagStatus, request: MemoryRequest) -> bool:
-    """Whether a release by ``request`` keeps all content of ``tag``."""
     return keeps_all(request.restore.get(tag.tag, tag.restore))
 
 

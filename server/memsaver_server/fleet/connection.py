@@ -102,7 +102,6 @@ class Connection:
         return waits_s if waits_s > QUIET_S else 0.0
 
     async def occupation(self) -> OccupationAnswer:
-        """Return what the engine holds."""
         headers = {COORDINATOR_HEADER: self._coordinator.name} if self._coordinator.holds else {}
         call = Call("GET", "/memory_occupation", headers=headers)
         now = await self._ask(partial(self._client.call, _Occupation, call))
@@ -115,7 +114,6 @@ class Connection:
         return await self._ask(partial(self._client.operation, operation_id))
 
     async def plan(self, verb: Verb, tags: Sequence[str] | None) -> PlanAnswer:
-        """Return what an operation would need."""
         call = _operation(verb, {"tags": list(tags or ()), "dry_run": True})
         return await self._ask(partial(self._client.call, PlanAnswer, call))
 

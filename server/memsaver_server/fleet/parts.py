@@ -126,13 +126,11 @@ class Part:
 
     @property
     def state(self) -> str:
-        """The state of its memory, as far as it said."""
         if self.after is not None:
             return state_of(self.after)
         return self.answer.state if self.answer is not None and self.stage == "done" else "unknown"
 
     def lost(self) -> tuple[str, ...]:
-        """Return the tags whose content must be written again."""
         return tuple(tag.tag for tag in self.after.tags if tag.content == "lost") if self.after else ()
 
     def status(self, wanted: Iterable[Wanted]) -> EngineStatus:

@@ -38,7 +38,6 @@ class Roster:
         self._known: dict[str, Member] = {}  # as listed, with what the engine said of itself
 
     async def members(self) -> list[Member]:
-        """Return the members, each engine once."""
         listed = self.one_each(await self.membership.members())
         await self._drop_all_but(listed)
         return listed

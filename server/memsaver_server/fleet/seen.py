@@ -92,7 +92,6 @@ def _own(sources: Iterable[Consumer], used: int) -> tuple[Consumer, ...]:
 
 
 def _added(sources: Iterable[Consumer]) -> tuple[Consumer, ...]:
-    """Return each consumer once, with the sum of its bytes."""
     sums: dict[tuple[Any, str], int] = {}
     for each in sources:
         sums[each.kind, each.name] = sums.get((each.kind, each.name), 0) + each.bytes
@@ -112,7 +111,6 @@ def _row(engine: EngineStatus, requests: int, silent_s: float) -> EngineRow:
 
 
 def _tags(status: FleetStatus) -> tuple[TagOccupation, ...]:
-    """Return the tags of all engines, those of one name added up."""
     same: dict[str, list[TagOccupation]] = {}
     for engine in status.engines:
         for tag in engine.occupation.tags if engine.occupation else ():

@@ -18,8 +18,6 @@ _T = TypeVar("_T")
 def _blocking(
     method: Callable[Concatenate[AsyncFleet, _P], Coroutine[Any, Any, _T]],
 ) -> Callable[Concatenate[Fleet, _P], _T]:
-    """Return the method of ``Fleet`` that waits for a method of ``AsyncFleet``."""
-
     @wraps(method)
     def call(fleet: Fleet, /, *arguments: _P.args, **options: _P.kwargs) -> _T:
         return fleet._call(method(fleet._fleet, *arguments, **options))
@@ -28,8 +26,6 @@ def _blocking(
 
 
 def _made(make: Callable[_P, AsyncFleet]) -> Callable[Concatenate[Fleet, _P], None]:
-    """Return the constructor of ``Fleet`` that takes what ``make`` takes."""
-
     @wraps(make)
     def __init__(fleet: Fleet, /, *arguments: _P.args, **options: _P.kwargs) -> None:
         fleet._loop = asyncio.new_event_loop()

@@ -150,7 +150,6 @@ def _server(scope: Mapping[str, Any]) -> tuple[str, int | None]:
 
 
 def _host_of(request: Request) -> str:
-    """Return the Host header without its port, or an empty string."""
     host = request.headers.get("host", "")
     try:
         return urlsplit(f"//{host}").hostname or ""
@@ -175,6 +174,5 @@ def _is_address(host: str) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether ``host`` is in 127.0.0.0/8 or is ::1."""
     address = ipaddress.ip_address(host) if _is_address(host) else None
     return address is not None and address.is_loopback and getattr(address, "ipv4_mapped", None) is None

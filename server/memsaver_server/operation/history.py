@@ -95,7 +95,6 @@ class Keys:
         return operation if operation.answers_repeats else None
 
     def add(self, key: str | None, request: Asked, operation: Operation) -> None:
-        """Note that a call under ``key`` gets ``operation``."""
         if key is not None:
             self._note(key, request.digest(), self._uses.setdefault(operation.id, _Use(operation)))
 

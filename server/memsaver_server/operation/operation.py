@@ -151,11 +151,9 @@ class Operation:
 
     @property
     def progress(self) -> Progress:
-        """The progress of the memory, as the core counts it."""
         return Progress() if self.memory is None else self.memory.status().progress
 
     def elapsed_s(self) -> float:
-        """Seconds since it started, or its duration if it has ended."""
         return clock.monotonic() - self._started if self.is_running else self.seconds
 
     def lease_left_s(self) -> float:

@@ -56,7 +56,6 @@ class OperationQueue:
             return self._pending[0][0] if self._pending else None
 
     def find(self, operation_id: str) -> Operation:
-        """See ``History.find``."""
         with self._changed:
             return self._history.find(operation_id)
 

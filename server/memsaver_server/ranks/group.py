@@ -80,7 +80,6 @@ class Group:
         self._watch = ProcessWatch(self._names, self._note_end)
 
     def name(self, rank: int) -> str:
-        """Return what messages call ``rank``."""
         return f"rank {rank} (process {self.ranks[rank].pid})"
 
     @property

@@ -387,5 +387,4 @@ def _suspendable(plans: Sequence[Plan]) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _suspended(plans: Sequence[Plan]) -> tuple[str, ...]:
-    """Return the communicators that are suspended, sorted."""
     return tuple(sorted({each.name for plan in plans for each in plan.communicators if each.suspended}))

@@ -18,8 +18,6 @@ from memsaver_server.reference.weights import fill_random
 
 #: Part of the folder's name: change it whenever the recipe below changes.
 _RECIPE = "small-qwen2-1"
-_SEED = 20260
-
 _transformers: Any = transformers  # typed in some versions only
 
 
@@ -53,7 +51,7 @@ def _write_small(folder: Path) -> Path:
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = _transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        fill_random(model, _SEED)
+        fill_random(model, seed=20260)
         model.lm_head.weight[:32] = model.lm_head.weight[127:] = 0.0  # so that greedy output is printable
     with tempfile.TemporaryDirectory(dir=folder.parent) as staging:
         written = Path(staging) / "checkpoint"

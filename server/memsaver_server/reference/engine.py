@@ -51,8 +51,6 @@ class TransformersEngine(Scheduler):
             group.failed.add_done_callback(lambda _: self.fail(group.error()))
         atexit.register(self.close)
 
-    # What ``Scheduler`` lacks of ``Engine``.
-
     def is_alive(self) -> bool:
         return super().is_alive() and memory_of(self).status().state != "failed"
 
@@ -97,8 +95,6 @@ class TransformersEngine(Scheduler):
         that SGLang's clients send are refused: reading one runs code of its sender."""
         return self._update(flush_cache, abort_all_requests, payload=serialized_named_tensors, load_format=load_format)
 
-    # For programs in this process.
-
     def submit(self, request: dict[str, Any]) -> Future[Request]:
         """Queue a request, see `generate`, from any thread. Cancelling the future ends the request."""
         return self.enqueue(self._parse(request))
@@ -108,7 +104,6 @@ class TransformersEngine(Scheduler):
         return self._answer(self.submit(request).result(timeout_s))
 
     def describe(self) -> dict[str, Any]:
-        """Return what is served and how, for logs."""
         return {
             "model": self.model_name,
             "device": str(self.device),
@@ -173,7 +168,6 @@ class TransformersEngine(Scheduler):
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer in ``folder``, or None if it has none."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         return None
     return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)

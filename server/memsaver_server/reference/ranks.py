@@ -46,9 +46,8 @@ END_S = 10.0
 _EXPLAIN_S = 0.5
 #: Interval at which the time limits are checked, seconds.
 _LOOK_S = 1.0
-#: Switched off unless the environment says otherwise. A captured graph hangs if NCCL has registered its memory and that
-#: was remapped. A process with NVLS memory cannot be checkpointed. torch's monitors end a process that waits for a rank
-#: or that is hibernated.
+#: Off unless set: a captured graph hangs if NCCL has registered its memory and that was remapped; a process with NVLS
+#: memory cannot be checkpointed; torch's monitors end a process that waits for a rank or is hibernated.
 _OFF = ("NCCL_GRAPH_REGISTER", "NCCL_NVLS_ENABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 #: Methods that rank 0 calls itself and sends to the other ranks, which do not answer.
 _UNANSWERED = ("compute", "repair")
@@ -108,7 +107,7 @@ class RankGroup:
         """Return the result of a thread that calls ``make_runner``; raise RanksFailedError, or as ``ModelRunner``."""
         with self._bounded("load"):
             self._first(runner)
-        wait_for({runner}, END_S)  # the thread ends after a failure too, unless it waits for a rank to join the group
+        wait_for({runner}, END_S)  # it ends after a failure too, unless its thread waits for a rank to join the group
         if not runner.done() or not isinstance(runner.exception(), ValueError | None):
             self.check()
         return runner.result()
@@ -175,8 +174,8 @@ class RankGroup:
 
     @contextmanager
     def _bounded(self, what: str) -> Iterator[None]:
-        """Fail, and kill the other ranks, if the block, which waits for one of them, takes longer than its limit. That
-        is counted in looks, not by a clock, to leave out time in which this process itself was stopped."""
+        """Fail, and kill the other ranks, if the block takes longer than its limit. Looks count the time: a clock would
+        count time in which this process itself was stopped."""
         self._waits[what] = self._looks
         try:
             yield
@@ -240,8 +239,7 @@ class LeadingRunner(ModelRunner):
 
 def _answer_for(runner: ModelRunner) -> Callable[[Plain], Any]:
     """Return the function by which a rank with ``runner`` answers a message; None is no answer. An error of
-    ``read_update`` is the answer. Any other is raised, and ends the rank's process: it is no longer at the others'
-    step."""
+    ``read_update`` is an answer. Any other ends the rank's process, which is no longer at the others' step."""
     rank = Rank()
 
     def answer(message: Plain) -> Plain | None:
@@ -261,7 +259,6 @@ def _answer_for(runner: ModelRunner) -> Callable[[Plain], Any]:
 
 
 def _join(store: Any, rank: int, options: Options) -> None:
-    """Join torch's default process group of all ranks by ``store``."""
     device = options.device_of(rank)
     backend: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":

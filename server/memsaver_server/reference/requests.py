@@ -31,9 +31,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
 }
 
-#: Smaller temperatures count as 0, as in vLLM.
-_LEAST_TEMPERATURE = 1e-5
-
 _Natural = Annotated[int, Field(strict=True, ge=0)]
 
 
@@ -84,7 +81,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.ids = list(self.prompt)
-        self.greedy = self.sampling.temperature < _LEAST_TEMPERATURE or self.sampling.top_k == 1
+        self.greedy = self.sampling.temperature < 1e-5 or self.sampling.top_k == 1  # 1e-5: as in vLLM
 
     @property
     def output(self) -> list[int]:
@@ -92,7 +89,6 @@ class Request:
 
     @property
     def needs_prefill(self) -> bool:
-        """Whether keys and values of more than the last token are missing."""
         return self.cached < len(self.ids) - 1
 
     def pick(self, logits: Tensor) -> int:

@@ -95,7 +95,8 @@ class ModelRunner:
                 self.model, self.partition = part
             ms.adopt(self.model, "weights")  # a region does not apply to what other threads loaded
             self._buffers = {name: buffer.detach().cpu().clone() for name, buffer in self.model.named_buffers()}
-            self.stop_ids = _stop_ids(self.model)
+            ids = self.model.generation_config.eos_token_id
+            self.stop_ids = frozenset(() if ids is None else ids if isinstance(ids, list) else [ids])
             lengths, sizes = (2048, 2**30) if on_gpu else (512, 2**26)
             self._allocate(options.max_len or lengths, options.kv_cache_bytes or sizes)
             if on_gpu:
@@ -170,7 +171,6 @@ class ModelRunner:
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Free all device memory."""
         self.graphs.clear()
         del self.model, self._cache, self._inputs, self._offsets, self.logits, self._likeliest
 
@@ -262,8 +262,3 @@ class ModelRunner:
                     "enforce_eager=True serves the model without graphs"
                 ) from error
             self.graphs[shape] = graph
-
-
-def _stop_ids(model: Any) -> frozenset[int]:
-    ids = model.generation_config.eos_token_id
-    return frozenset(() if ids is None else ids if isinstance(ids, list) else [ids])

@@ -30,16 +30,14 @@ _Models: Any = AutoModelForCausalLM
 #: The types in which updates may carry weights; a cast from any other would give useless values.
 UPDATE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-#: Styles of a tensor-parallel plan with which each rank holds the whole weight. They are for norms, and for an
-#: embedding that the output layer shares.
+#: Styles of a plan with which each rank holds the whole weight: of norms, and of an embedding that the output shares.
 _WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The part of a model that ``rank`` of ``ranks`` holds. ``dims`` has the dimension along which a tensor is divided,
-    by its name. -1: it is added in a sum over the ranks; rank 0 holds it, and the others zeros. A tensor that is not
-    named is whole on each rank."""
+    """The part of a model that ``rank`` of ``ranks`` holds. ``dims`` has, by a tensor's name, the dimension along which
+    it is divided; -1: a sum over the ranks adds it, so rank 0 holds it, and the others zeros. Others are whole."""
 
     rank: int
     ranks: int
@@ -57,7 +55,6 @@ class Partition:
         return whole.chunk(self.ranks, dim)[self.rank]
 
     def whole_shape(self, name: str, part: Tensor) -> list[int]:
-        """Return the shape of the tensor ``name`` of which ``part`` is this rank's."""
         shape, dim = list(part.shape), self.dims.get(name, -1)
         if dim >= 0:
             shape[dim] *= self.ranks
@@ -202,8 +199,7 @@ def fill_random(model: Any, seed: int, partition: Partition = WHOLE) -> None:
                 whole.normal_(0.0, gain / math.sqrt(whole.shape[-1]), generator=generator)
             elif name.endswith("bias"):
                 whole.normal_(0.0, 0.1, generator=generator)
-            if whole is not parameter:
-                parameter.copy_(partition.part(name, whole))
+            parameter.copy_(partition.part(name, whole))
 
 
 def read_payload(payload: Sequence[str], load_format: str | None) -> dict[str, Tensor]:
@@ -232,9 +228,9 @@ def check_update(
 ) -> dict[str, Tensor]:
     """Return this rank's part of each whole tensor ``given``, of which ``complete`` asks for all. Raises ValueError if
     names, shapes or types do not fit the model's, RuntimeError if the weights are released."""
-    state = next((tag.state for tag in ms.status().tags if tag.tag == "weights"), "resident")
-    if state != "resident":
-        raise RuntimeError(f"the weights are {state}; resume them before updating them")
+    for tag in ms.status().tags:
+        if tag.tag == "weights" and tag.state != "resident":
+            raise RuntimeError(f"the weights are {tag.state}; resume them before updating them")
     own = model.state_dict()
     if unknown := sorted(set(given) - set(own)):
         raise ValueError(f"the model has no {', '.join(unknown[:8])}; nothing was written")

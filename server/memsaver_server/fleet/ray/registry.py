@@ -133,7 +133,6 @@ def placement_group_labels(group: PlacementGroup) -> dict[str, str]:
 
 
 def coordinator_name(fleet: str) -> str:
-    """Return the name of the coordinator's actor, in the namespace ``memsaver``."""
     return f"coordinator/{fleet}"
 
 

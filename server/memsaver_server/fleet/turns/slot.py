@@ -49,7 +49,6 @@ class Slot:
 
     @property
     def is_awake(self) -> bool:
-        """Whether it could make room."""
         return self.state == "awake" and not self.moving
 
     def woken(self) -> None:

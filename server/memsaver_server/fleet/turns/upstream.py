@@ -35,8 +35,6 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Upstream:
-    """One engine, for requests that are passed on."""
-
     def __init__(self, url: str, api_key: str | None, verify: ssl.SSLContext | bool) -> None:
         self._target = target = Target(url, None, api_key, CONNECT_S, None)
         self._base = httpx.URL(target.base_url)
@@ -78,8 +76,6 @@ class Upstream:
 
 
 class Upstreams:
-    """The engines, by address and key."""
-
     def __init__(self, verify: ssl.SSLContext | bool = True) -> None:
         self._verify = verify
         self._known: dict[tuple[str, str | None], Upstream] = {}

@@ -581,7 +581,6 @@ class SchedulerMemory(RankMemory):
         loop.failure = lambda: self.failure
 
     def start(self, message: Plain) -> Future[list[Plain]]:
-        """See ``Channel``."""
         return self._sockets.start({"after": self._after, "message": message})
 
     def release(self, options: MemoryRequest, *, log: ms.PhaseLog | None = None) -> OperationReport:

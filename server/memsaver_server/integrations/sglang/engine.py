@@ -175,7 +175,6 @@ class SglangScheduler(base.Scheduler):
         return [*running, *(request.rid for request in list(own.waiting_queue) if request.rid not in running)]
 
     def models(self) -> list[Any]:
-        """Return the model, and the draft models of speculative decoding."""
         draft: Any = getattr(self.own, "draft_worker", None)
         runners = [self.own.tp_worker.model_runner]
         if hasattr(draft, "draft_model_runner"):
