@@ -56,9 +56,8 @@ class Backend:
         return None
 
     def forget_pools(self, tag: str | None = None, restore: str | None = None) -> bool:
-        """Have later regions of ``tag`` and policy ``restore`` (None: of all) start with new pools. Free memory of the
-        old pools goes back to the driver at the next ``torch.cuda.empty_cache()``; the rest stays under its tag until
-        its tensors end. Returns whether there were any."""
+        """Have later regions of ``tag`` and ``restore`` (None: of all) start with new pools; return whether there were
+        old ones. Their free memory ends with the next ``torch.cuda.empty_cache()``, the rest with its tensors."""
         return False
 
     def note_release(self, tags: Sequence[str]) -> None:
@@ -94,6 +93,5 @@ class Backend:
         return TorchMemory(0, 0)
 
     def peers(self, saver: _native.Saver | None, peer_access: bool) -> tuple[tuple[int, int], ...]:
-        """Return pairs of devices of which the first can reach the second's memory; all of the saver's with
-        ``peer_access``."""
+        """Return pairs of devices of which the first can reach the second's memory; with ``peer_access`` all pairs."""
         return ()

@@ -111,8 +111,7 @@ class CudaBackend(Backend):
         return True
 
     def read_device(self, saver: _native.Saver, index: int) -> DeviceMemory:
-        """Read NVML's figures, or the CUDA driver's if NVML is unavailable. Devices are matched by UUID, so
-        CUDA_VISIBLE_DEVICES makes no difference."""
+        """Read NVML's figures, or else the CUDA driver's. UUIDs match devices, whatever CUDA_VISIBLE_DEVICES says."""
         info = _device_info(saver, index)
         uuid, name = info["uuid"], info["name"]
         memory = nvml.read_memory(uuid, {os.getpid()})

@@ -53,8 +53,7 @@ def wrap_in(module: str, wrappers: Mapping[str, Function]) -> None:
 
 
 def when_imported(name: str, patch: Patch) -> None:
-    """Call ``patch`` with the module ``name``: now if it is imported already, else right after its import. A patch that
-    fails is logged, and the import succeeds."""
+    """Call ``patch`` with the module ``name``: now if it is imported, else right after that. A failure is logged."""
     with _lock:
         if _finder not in sys.meta_path:
             sys.meta_path.insert(0, _finder)

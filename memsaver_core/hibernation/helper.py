@@ -14,8 +14,7 @@ from memsaver_core.contract.errors import MemsaverError
 
 #: Timeout of a request that copies no memory, seconds; the first one waits for the driver to start.
 ANSWER_S = 60.0
-#: Timeout of a checkpoint or wake, seconds. The driver copies what was not released, at a fraction of the link's speed;
-#: at 0.25 GB/s this is enough for 150 GB.
+#: Timeout of a checkpoint or wake, seconds: enough for 150 GB that were not released, if the driver copies 0.25 GB/s.
 STEP_S = 600.0
 _STEPS = ("lock", "checkpoint", "restore", "unlock")
 #: How long to wait for a killed helper to end, seconds.

@@ -161,8 +161,7 @@ class Controller(Protocol[OperationT]):
         """
 
     async def cancel(self, operation: OperationT, by: str, key: str | None = None, *, force: bool = False) -> None:
-        """Give an operation up that does not move memory yet; wait for its end. Idempotent. Raises as ``commit``,
-        unless ``force``."""
+        """Give up an operation that moves no memory yet; wait for its end. Raises as ``commit``, unless ``force``."""
 
     def events(self, operation: OperationT) -> AsyncIterator[tuple[str, Any]]:
         """Yield the events of an operation, the last one ``done``."""

@@ -1,5 +1,4 @@
-"""The API of torch_memory_saver on top of memsaver_core, with its names, defaults and meaning; what ends the process
-there raises a ``MemsaverError`` here."""
+"""The API of torch_memory_saver on top of memsaver_core. What ends the process there raises ``MemsaverError``."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ class MisuseError(ConfigurationError, AssertionError):
 
 
 def flag(name: str) -> bool:
-    """Return the value of an environment variable that is 1 or 0 (or true, yes, false, no); False if it is not set.
-    Raises ConfigurationError for another value."""
+    """Return whether a variable is 1, true or yes; unset is False. Raises ConfigurationError if it is no such word."""
     value = os.environ.get(name, "0")
     if value in ("0", "false", "FALSE", "no", "NO"):
         return False

@@ -118,8 +118,7 @@ class Connection:
         return await self._ask(partial(self._client.call, PlanAnswer, call))
 
     async def prepare(self, verb: Verb, body: Mapping[str, Any], key: str, limit_s: float) -> PreparedAnswer:
-        """Prepare the operation that ``body`` asks for, or renew the lease of the one under the same ``key``, which
-        proves to the engine that the operation is ours."""
+        """Prepare what ``body`` asks for, or renew the lease of that under ``key``, which proves that it is ours."""
         call = _operation(verb, body, key)
         return await self._attend(lambda: self._client.call(PreparedAnswer, call), partial(self._find, call), limit_s)
 

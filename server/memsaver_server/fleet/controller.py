@@ -133,8 +133,7 @@ class FleetController:
 
     def _start(self, asked: AskedOfFleet, client: str, key: str | None) -> FleetOperation:
         """Begin an operation, or join an equal one that runs. Its id is ``key``: a repeat with that is the same one,
-        also when it has ended, unless it failed. Raises ConflictError if the opposite is in progress on some of the
-        engines, unless ``asked.wait``."""
+        unless it failed. Raises ConflictError if the opposite runs on some of the engines, unless ``asked.wait``."""
         if (known := self._fleet.known(asked, key or "")) is not None:
             return known
         running = self._running()

@@ -143,8 +143,7 @@ def _is_local(scope: Mapping[str, Any]) -> bool:
 
 
 def _server(scope: Mapping[str, Any]) -> tuple[str, int | None]:
-    """Return the local address of the connection, IPv4-mapped ones as IPv4, and its port; or a Unix socket's path, and
-    None."""
+    """Return the connection's local address, IPv4-mapped ones as IPv4, and port; or a Unix socket's path, and None."""
     host, port = scope.get("server") or ("", None)
     return host.removeprefix("::ffff:"), port
 

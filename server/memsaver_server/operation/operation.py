@@ -32,8 +32,7 @@ _STRENGTH: tuple[DrainMode, ...] = ("wait", "keep", "abort")
 
 
 def _overtaken(release: Asked, by: Asked) -> Release | None:
-    """Return ``release`` with the mode of ``by``, if that has the same tags and a stronger mode, and with the longer
-    deadline of the two; else None."""
+    """Return ``release`` with the mode of ``by``, if stronger, and the longer deadline; else, or of other tags, None."""
     if not isinstance(release, Release) or not isinstance(by, Release) or release.tags != by.tags:
         return None
     if _STRENGTH.index(by.mode) <= _STRENGTH.index(release.mode):
@@ -132,8 +131,7 @@ class Operation:
 
     @property
     def answers_repeats(self) -> bool:
-        """Whether it answers a call under one of its keys; such a call is tried anew if this one has failed, or was to
-        be prepared and was cancelled."""
+        """Whether it answers a call under one of its keys: not if it failed, or, to be prepared, was cancelled."""
         return self.status != "failed" and not (self.status == "cancelled" and self.request.prepare)
 
     @property
@@ -204,8 +202,7 @@ class Operation:
         return on_this_loop(self._settled)
 
     def is_shared_with(self, key: str | None, client: str) -> bool:
-        """Whether an equal call may join it. If it is to be prepared, only one under its key, or without a key one of
-        its client, may."""
+        """Whether an equal call may join it; if it is to be prepared, one of its key, or without one, of its client."""
         return not self.blocks_others or (key == self.key if self.key is not None else client == self.client)
 
     def audited(self) -> dict[str, object]:

@@ -34,8 +34,7 @@ class Channel(Protocol):
     """How an engine reaches its ranks."""
 
     def start(self, message: Plain) -> Future[list[Plain]]:
-        """Send a message of the rank protocol to every rank. The result is the answer of each, in order, once all have
-        answered. Does not block."""
+        """Send a message of the rank protocol to every rank, without blocking; the result is all answers, in order."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,7 @@ class Deadlines:
 
 class Group:
     """The ranks behind ``channel``, in order, and other ``processes`` that the engine needs, by name; all are watched.
-    ``failure`` is why no operation is possible any more, ``step`` what the ranks do now, as messages call it; or
-    empty."""
+    ``failure`` is why no operation is possible any more, ``step`` what the ranks do now; both may be empty."""
 
     def __init__(self, channel: Channel, processes: Mapping[str, int], deadlines: Deadlines) -> None:
         self.channel = channel
@@ -135,8 +133,7 @@ class Group:
 
     def ask(self, request: Request, limit_s: float | None = None) -> list[Answer]:
         """Send ``request`` to every rank, and take over the status that each answers. ``limit_s`` is a deadline; None
-        is ``Deadlines.idle_s`` without progress. Raises GroupFailedError if the ranks have failed, before or by this
-        step."""
+        is ``Deadlines.idle_s`` without progress. Raises GroupFailedError if the ranks have failed."""
         self.raise_if_failed()
         self.progress.asking()
         try:

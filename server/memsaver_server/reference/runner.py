@@ -110,8 +110,7 @@ class ModelRunner:
             ms.prepare_backup()  # if there is one rank, the service does this
 
     def compute(self, rows: Sequence[Row]) -> list[int]:
-        """Compute one row of at most a chunk of tokens, or up to ``max_batch`` rows of one token each; return the
-        likeliest next token of each."""
+        """Return the likeliest next tokens of up to ``max_batch`` rows of one token, or of one row of up to a chunk."""
         tokens = self.chunk if len(rows[0][2]) > 1 else 1
         batch = next(size for size in self._batch_sizes if size >= len(rows)) if tokens == 1 else 1
         # A chunk is padded after its tokens; those positions are overwritten before anything attends to them.

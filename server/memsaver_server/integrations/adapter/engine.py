@@ -337,8 +337,7 @@ class LeadingLoop(EventLoop):
         """Called once the scheduler has processed what it received."""
 
     def handle(self, received: Sequence[Any]) -> list[Any]:
-        """Return what is broadcast in place of ``received``. Called once in each iteration. Requests are held or
-        refused here, before they reach the other ranks."""
+        """Return what is broadcast in place of ``received``, in each iteration. Requests are held or refused here."""
         while self._pending:
             future, work = self._pending.popleft()
             if future.set_running_or_notify_cancel():
@@ -524,9 +523,8 @@ class LoopEngine(LeadingLoop, Engine):
         self._answer(request, error)
 
     def _update(self, request: Any) -> None:
-        """Have the engine write weights while no release or resume runs, and note whether it did. An update may take
-        several requests, and nothing marks the last, so each counts as the whole update. Clients resume the KV cache,
-        or continue generation, only after the last one."""
+        """Have the engine write weights while no release or resume runs, and note whether it did. Nothing marks the
+        last request of an update, so each counts as a whole one. Clients resume the KV cache only after the last."""
         answered: Future[Any] = Future()
         try:
             with suppress(_NotWrittenError), self._lifecycle.writing():

@@ -240,8 +240,7 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[ModuleTensor]:
 
 
 def _check_memory(tensors: list[ModuleTensor]) -> None:
-    """Raise ConfigurationError, with their names, if memsaver cannot manage the memory of some of ``tensors``. Host
-    memory beside device memory is no error."""
+    """Raise ConfigurationError if memsaver cannot manage some of ``tensors``; some in host memory are no error."""
     managed = ms.torch_device().type
     for each in tensors:
         if isinstance(each.tensor, (UninitializedParameter, UninitializedBuffer)):

@@ -262,9 +262,8 @@ class SglangEngine(base.LoopEngine):
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
         """Bring every rank's scheduler to a standstill until ``open_admission``. With ``keep``, running requests go
-        back to SGLang's waiting queue, and are computed again from their tokens. In any mode so do requests that SGLang
-        has paused in place: they neither end nor can be aborted. Raises UnsupportedError for ``keep`` with pipeline
-        parallelism."""
+        back to SGLang's waiting queue, and are computed again from their tokens; so are, in any mode, those that SGLang
+        has paused in place, which cannot be aborted. Raises UnsupportedError for ``keep`` with pipeline parallelism."""
         check_drain_mode(mode)
         if mode == "keep" and self.scheduler.parallel.pp_size > 1:
             raise UnsupportedError(

@@ -138,8 +138,7 @@ class TokenspeedScheduler(base.Scheduler):
 
     def _refuse(self, specs: Sequence[Any], states: Sequence[Any]) -> None:
         """Mark the new requests that may not wait as ended: tokenspeed answers them before it would admit them. Health
-        checks are refused, as any answer is a sign of life. The warm-up always waits: without a real answer to it
-        tokenspeed's server does not start."""
+        checks are refused: any answer is a sign of life. The warm-up waits: the server starts with its answer only."""
         if self._paused_before is None:
             return
         reason, hold = self._closed
@@ -222,9 +221,8 @@ class Receiver:
 
 class TokenspeedEngine(base.LoopEngine):
     """The engine over an ``EventLoop``, whose socket to tokenspeed's server it replaces. In tokenspeed itself, requests
-    wait while memory is released, each with a lock that a weight update waits for; here they are refused, or a limited
-    number waits. Its own release waits without a deadline, and fails if it is repeated. A failure ends its process, and
-    a weight update touches memory that is released."""
+    wait while memory is released, each with a lock that a weight update waits for; here all but a few are refused. Its
+    own release has no deadline, fails if repeated, and ends the process if it fails; updates touch released memory."""
 
     name = "tokenspeed"
     scheduler_class = TokenspeedScheduler

@@ -33,8 +33,7 @@ SCHEDULING = "scheduling"
 #: The methods by which an ``LLM`` generates; one may call another.
 CALLS = ("generate", "chat", "beam_search", "encode", "embed", "classify", "score", "reward", "wait_for_completion")
 
-#: A verification's prompt, of tokens that every vocabulary has; how many are to follow; in how many seconds each call
-#: of vLLM is to return, and the scheduler to stop.
+#: A verification's prompt, of tokens in every vocabulary; how many follow; a limit for each call of vLLM, seconds.
 PROMPT = range(3, 35)
 LENGTH = 8
 VERIFICATION_S = 60.0
@@ -168,9 +167,8 @@ class VllmEngine(Gate):
 
 
 class ApiServerEngine(VllmEngine):
-    """An engine over vLLM's asynchronous client, which it calls from threads other than that of the client's loop.
-    Requests come over HTTP, and are tasks of that loop. They wait in front of the gate but are never inside it: vLLM
-    drains those that have entered."""
+    """An engine over vLLM's asynchronous client, called from threads other than that of the client's loop. Requests are
+    tasks of that loop. They wait in front of the gate but are never inside it: vLLM drains those that have entered."""
 
     def __init__(self, client: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._client = client
@@ -237,8 +235,7 @@ class ApiServerEngine(VllmEngine):
 
 
 class OfflineEngine(VllmEngine):
-    """An engine over an ``LLM``, whose calls must not overlap: they run in the order in which they were begun. If one
-    hangs, only the calls after it wait."""
+    """An engine over an ``LLM``, whose calls must not overlap: they run one after the other, in the order they came."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
