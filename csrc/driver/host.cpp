@@ -32,7 +32,7 @@ Address map_pages(Address at, std::size_t bytes, int flags, int file = -1, off_t
 constexpr int kNoMemory = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
 // Owns the physical memory of a device: ranges of one memfd, so that any number of handles takes one descriptor. A
-// handle is an offset, never reused, plus one. Shared memory is a memfd of its own, its handle the marked descriptor.
+// handle is an offset, never reused, plus one. Shared memory is a separate memfd, its handle the marked descriptor.
 class HostDevice {
  public:
   HostDevice(const std::string& name, std::size_t capacity)

@@ -32,7 +32,7 @@ _STRENGTH: tuple[DrainMode, ...] = ("wait", "keep", "abort")
 
 
 def _overtaken(release: Asked, by: Asked) -> Release | None:
-    """Return ``release`` with the mode of ``by``, if stronger, and the longer deadline; else, or of other tags, None."""
+    """Return ``release`` with the stronger mode of ``by``, of the same tags, and the longer deadline; else None."""
     if not isinstance(release, Release) or not isinstance(by, Release) or release.tags != by.tags:
         return None
     if _STRENGTH.index(by.mode) <= _STRENGTH.index(release.mode):
