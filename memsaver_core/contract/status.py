@@ -23,10 +23,14 @@ class DeviceMemory(Model):
 
 
 class Consumer(Model):
-    """One consumer of device memory. ``kind`` is ``tag``: a region, including free ranges inside its chunks; ``torch``:
-    tensors outside regions; ``cache``: torch's cache outside regions; ``graphs``: captured CUDA graphs, beside their
-    tensors; ``reserved``: held for a resume that is prepared; ``process``: the rest of this process: context, modules,
-    libraries; ``others``: other processes; ``unexplained``: the rest, if the driver does not count by process."""
+    """One consumer of device memory.
+
+    ``kind`` is ``tag``: a region, including free ranges inside its chunks; ``torch``: tensors outside regions;
+    ``cache``: torch's cache outside regions; ``graphs``: captured CUDA graphs, beside their tensors; ``reserved``: held
+    for a resume that is prepared; ``process``: the rest of this process: context, modules, libraries; ``others``: other
+    processes; ``unexplained``: the rest, if the driver does not count by process. It separates tags, which may
+    have any name, from other consumers.
+    """
 
     kind: Literal["tag", "torch", "cache", "graphs", "process", "reserved", "others", "unexplained"]
     name: str = Field(description="the tag, or a description of the kind")

@@ -67,7 +67,10 @@ class Connection(Options):
     """Where the service is."""
 
     url: str = typer.Option(
-        DEFAULT_URL, envvar="MEMSAVER_URL", help="Address: host:port, a URL, or unix:///path.", metavar="URL"
+        DEFAULT_URL,
+        envvar="MEMSAVER_URL",
+        help="Address of the service: host:port, a URL, or unix:///path.",
+        metavar="URL",
     )
     uds: str | None = typer.Option(None, help="Unix socket of the service, instead of --url.", metavar="PATH")
     api_key: str | None = typer.Option(
