@@ -48,8 +48,7 @@ class BackupStore {
         progress_(progress),
         drop_resident_(std::move(drop_resident)),
         files_(settings_.file_folder) {}
-  // Gives everything back, after the work in the background; nothing in a forked child, which shares its parent's
-  // device memory and has none of its threads.
+  // Gives everything back, after the work in the background; nothing in a forked child, whose parent still has it.
   ~BackupStore() {
     if (getpid() != process_) {
       for (auto& [device, pipeline] : pipelines_) (void)pipeline.release();
@@ -153,8 +152,7 @@ class BackupStore {
     const std::size_t unused = pool.capacity_bytes - pool.used_bytes;
     if (settings_.pack && unused > std::max(kLargestWindow, pool.used_bytes / 8)) trim_later();
   }
-  // Returns whether this machine or its control group has less memory than `bytes` and transfers to files take
-  // together. If so, unpins unused host memory before it returns.
+  // Returns whether `bytes` and transfers to files take more memory than is available; if so, unpins what is unused.
   [[nodiscard]] bool short_of_room(std::size_t bytes) REQUIRES(operation_mutex) {
     try {
       if (bytes + kFileTransfers * kBlockBytes + kSpareMemory <= available_memory_bytes()) return false;

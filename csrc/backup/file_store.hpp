@@ -32,8 +32,7 @@ class FileStore {
     if (file_ >= 0) close(file_);
   }
 
-  // Throws disk_full if the file system has less than `bytes` available, configuration if no file can be made in the
-  // folder, backup if the system refuses to say.
+  // Throws disk_full if less than `bytes` are available, configuration if no file can be made in the folder, or backup.
   void check(std::size_t bytes) {
     punch_holes();
     const Lock lock(file_mutex_);

@@ -31,8 +31,7 @@ struct HostPoolStatus {
       .with_advice("raise MEMSAVER_HOST_BACKUP_LIMIT" + whose +
                    ", free host memory, or choose another restore policy for the tag");
 }
-// Throws such an error if this machine or its control group has less than `bytes` available. Pinned memory cannot be
-// reclaimed, so taking more would invoke the OOM killer.
+// Throws such an error if less than `bytes` are available: pinned memory beyond that would invoke the OOM killer.
 inline void check_available(std::size_t bytes, const std::string& whose = "") {
   const std::size_t available = available_memory_bytes(bytes);
   if (bytes <= available) return;

@@ -108,8 +108,7 @@ class Pipeline : public PipelineParts {
   PipelineSeconds save(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
                        const std::function<void(std::size_t)>& drop);
 
-  // Samples the resident content of blocks without a backup, in the order of save(), and notes what a backup is
-  // expected to take. Throws driver errors: nothing is under way.
+  // Samples resident blocks without a backup, in save()'s order, and notes what one will take. Throws driver errors.
   void expect(std::vector<ContentBlock>& blocks);
 
   // Calls acquire(i) once for each chunk, and restores the blocks in it. Both are in address order on entry, and no

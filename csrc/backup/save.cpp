@@ -101,8 +101,7 @@ class FileWrites {
     }
   }
 
-  // Waits for the oldest transfers until at most `count` that did not fail are left. A failed one keeps its memory, as
-  // copies into it may still run; its error comes with its result.
+  // Waits for the oldest transfers until `count` are left, besides failed ones: copies into their memory may still run.
   void limit(std::size_t count) {
     auto oldest = transfers_.begin();
     for (std::size_t failed = 0; transfers_.size() > failed + count;) {
@@ -191,8 +190,7 @@ class SharedSave {
   }
 
  private:
-  // Enough copies of 0.4 ms to keep the link busy while this thread plans the next window and unmaps what is saved. No
-  // other process could take over what is claimed beyond that.
+  // Enough copies of 0.4 ms to keep the link busy while this thread plans and unmaps; others can claim the rest.
   static constexpr std::size_t kClaims = 8;
   static constexpr std::chrono::seconds kOthersTimeout{1};
 

@@ -294,8 +294,7 @@ class SharedStore {
     }
     throw no_store(std::string("it cannot be offered to others: ") + std::strerror(errno));
   }
-  // Any process of the store has the file; if there is none, this one makes it, while no other looks for it: a second
-  // store of one name would double what its limit allows.
+  // Gets the file from any process of the store, or makes it, while no other looks for it: two would double the limit.
   void open_file(std::size_t limit_bytes) {
     const std::optional<int> found = sockets_.request(kAnswerTimeout);
     if (!found) {

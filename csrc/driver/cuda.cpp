@@ -23,8 +23,7 @@ using namespace cuda;
 constexpr Result kLosesContext[] = {214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721};
 
 // support/digest.hpp on the device, one thread block per item. Eight 16-byte loads in flight per thread saturate the
-// memory and hide the arithmetic (two 64 x 64 -> 128 products a word). __ldcs: the content is read once, so it should
-// not evict the engine's lines from the cache.
+// memory and hide the arithmetic (two 64 x 64 -> 128 products a word). __ldcs keeps the engine's lines in the cache.
 constexpr const char* kDigestKernel = R"cuda(
 typedef unsigned long long u64;
 

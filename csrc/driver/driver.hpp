@@ -89,8 +89,7 @@ class Driver {
   virtual void copy_to_host(int device, void* to, Address from, std::size_t bytes, Stream stream) = 0;
   virtual void copy_to_device(int device, Address to, const void* from, std::size_t bytes, Stream stream) = 0;
   virtual void fill_zero(int device, Address address, std::size_t bytes, Stream stream) = 0;
-  // Writes the digest of each item to results[i], asynchronously. Both arrays must lie in registered host memory and
-  // outlive the operation. Only if has_digest(device).
+  // Digests item i into results[i], asynchronously: both in registered memory that outlives it. Only if has_digest().
   virtual void digest(int device, const DigestKey& key, const DigestItem* items, std::size_t count, Digest* results,
                       Stream stream) = 0;
   // Does the slow part of the first has_digest(), without using the device: streams may be in use or captured.
@@ -98,8 +97,7 @@ class Driver {
   // Returns whether digest() works. The first call may compile a kernel.
   [[nodiscard]] virtual bool has_digest(int device) noexcept = 0;
 
-  // The functions of support/packing.hpp, asynchronous. Items and results must lie in registered host memory and
-  // outlive the operation. Only if has_packing(device).
+  // support/packing.hpp, asynchronously: all in registered host memory that outlives it. Only if has_packing().
   virtual void sample(int device, const PackItem* items, std::size_t count, ExponentSample* samples, Stream stream) = 0;
   // Packs `content` into `room`. Writes the packed bytes to *packed_bytes, 0 if there are more than the room.
   virtual void pack(int device, const PackPlan& plan, const PackItem& content, const PackItem& room,

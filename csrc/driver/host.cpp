@@ -103,8 +103,7 @@ class HostDevice {
     return copy;
   }
 
-  // Refuses memory that the control group or the machine lacks: its use would invoke the OOM killer. A check reads
-  // several files, so there is one for every kSpareMemory bytes.
+  // Refuses memory that is not available: its use would invoke the OOM killer. Checks once for each kSpareMemory bytes.
   void check_room(std::size_t bytes) {
     if (unchecked_.fetch_add(bytes) + bytes < kSpareMemory) return;
     unchecked_ = 0;

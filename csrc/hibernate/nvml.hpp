@@ -14,8 +14,7 @@ struct DeviceMemory {
   std::size_t process_bytes;  // of those processes that NVML lists
 };
 
-// Returns device memory as NVML reports it to a process that is not checkpointed; nothing if NVML cannot be used or
-// does not know the device. One thread at a time.
+// Returns device memory by NVML, for processes that are not checkpointed; nothing if it fails. One thread at a time.
 [[nodiscard]] std::optional<DeviceMemory> memory_of(const std::string& uuid, const std::vector<int>& processes);
 
 }  // namespace memsaver::hibernate

@@ -9,8 +9,7 @@ namespace memsaver {
 
 // Any thread may call these functions.
 
-// Returns the restore policy of a region of the compatibility API. Memory without a backup is undefined after a resume,
-// except under the tags that attach_preload_library() was given.
+// Returns the restore policy of a region of the compatibility API: discard, without a backup, unless the tag is zeroed.
 [[nodiscard]] Restore restore_for(const std::string& tag, bool cpu_backup, bool disk_backup);
 
 // Sets the tags whose memory comes back as zeros without a backup, and lets the preload library of this process send

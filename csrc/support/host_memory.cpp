@@ -49,8 +49,7 @@ std::size_t number_in(const std::string& path) {
   return value;
 }
 
-// Page cache, which the kernel reclaims before it refuses memory (as in MemAvailable). Loading weights from files
-// leaves as much of it as the files are large.
+// Page cache, such as the files of loaded weights: the kernel reclaims it before it refuses memory (see MemAvailable).
 std::size_t reclaimable_in(const std::string& path, const std::string& prefix) {
   std::size_t bytes = 0;
   each_line(path, [&](const std::string& line) {

@@ -13,8 +13,7 @@ inline constexpr std::size_t kSpareMemory = std::size_t{16} << 20;
 // Asks the kernel to put the pages of new memory on a NUMA node (-1: any), or on another one if it is full.
 void prefer_node(void* memory, std::size_t bytes, int numa_node) noexcept;
 
-// Returns the memory of this machine, or of this process's control group if that has less. Throws backup if a limit
-// cannot be read for lack of descriptors or memory.
+// Returns the memory of this machine, or of this process's control group if less. Throws backup if it cannot be read.
 [[nodiscard]] std::size_t machine_memory_bytes();
 
 // Returns the memory that could be allocated now without swapping or reaching the control group's limit. Throws as

@@ -60,8 +60,7 @@ inline void* map(std::size_t bytes, int flags, int file, off_t offset) {
 [[nodiscard]] inline void* map_file(int file, std::size_t offset, std::size_t bytes) {
   return map(bytes, MAP_SHARED, file, static_cast<off_t>(offset));
 }
-// Allocates the pages of mapped memory. Returns 0 or the errno: ENOMEM or EFAULT if there is no memory for them. (A
-// kernel before 5.14 ends the process then, with SIGBUS.)
+// Allocates the pages of mapped memory. Returns 0 or the errno: ENOMEM, EFAULT (before Linux 5.14 SIGBUS) without any.
 [[nodiscard]] inline int make_pages(void* memory, std::size_t bytes) {
   constexpr int populate_write = 23;  // MADV_POPULATE_WRITE, which older headers lack
   if (refused("madvise", bytes)) return errno;

@@ -42,8 +42,7 @@ class Backend:
         """Do what must precede the making of the saver."""
 
     def region(self, saver: _native.Saver, device: int | None, tag: str, restore: str) -> AbstractContextManager[Any]:
-        """Return a context manager that puts what torch allocates inside under ``tag``. ``device`` None is the current
-        device, the first one if the kind of device knows none."""
+        """Return a context in which torch allocates under ``tag``. ``device`` None: the current one, else the first."""
         return nullcontext()
 
     def outside_regions(self, *, own_pool: bool = False) -> AbstractContextManager[Any]:

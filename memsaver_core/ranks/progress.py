@@ -1,6 +1,5 @@
 """How far a rank is with its operation, in shared memory: a rank that works answers no request. The record is a page of
-anonymous memory, which the service maps through /proc. It cannot map that of a rank in another container or on another
-host, and knows only that such a rank works."""
+anonymous memory, which the service maps through /proc: not that of a rank in another container or on another host."""
 
 from __future__ import annotations
 

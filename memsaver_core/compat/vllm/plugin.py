@@ -58,8 +58,7 @@ def _if_enabled(wrapper: Function) -> Function:
 
 
 def _under(tag: str | Callable[..., str | None]) -> Function:
-    """Return a wrapper that has a function allocate under ``tag``, or under the tag that ``tag`` returns for the
-    function's arguments; None leaves the tag as it is."""
+    """Return a wrapper that has a function allocate under ``tag``, or what ``tag(*arguments)`` returns, if not None."""
 
     def allocate(original: Function, *args: Any, **kwargs: Any) -> Any:
         found = tag if isinstance(tag, str) else tag(*args, **kwargs)

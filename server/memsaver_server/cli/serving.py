@@ -131,8 +131,7 @@ def _end_on_signals() -> None:
 
 
 def _wait_for_signal() -> None:
-    """Raise Ended once a signal was received, even if what its handler raised was dropped, as Python drops what is
-    raised in ``__del__`` or a weak reference's callback."""
+    """Raise Ended once a signal was received, even if its handler raised in ``__del__``, of which Python drops it."""
     while os.read(_received, 1)[0] not in _SIGNALS:
         pass
     raise Ended

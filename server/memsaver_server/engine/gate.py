@@ -1,7 +1,6 @@
 """A gate: the engine interface for a program without a scheduler.
 
-Work that touches device memory runs inside ``with gate.request():``. While memory is released the gate is closed; a
-release waits until all requests inside have ended.
+Work on device memory runs inside ``with gate.request():``. A release closes the gate, and waits for requests inside.
 """
 
 from __future__ import annotations

@@ -200,8 +200,7 @@ class AsyncFleet:
         return [await operation.outcome() for operation in (await self._recover()).values()]
 
     async def _recover(self) -> dict[str, FleetOperation]:
-        """Begin to bring to an end what another coordinator had begun; return these operations, by id. They hold the
-        locks of their engines before anybody else has asked one."""
+        """Begin to end what another coordinator had begun; return that by id. It gets its engines' locks first."""
         async with self._recovering:
             if self._left is None:
                 self._left = dict((await self._keeper.load()).running)

@@ -22,8 +22,7 @@ _transformers: Any = transformers  # typed in some versions only
 
 
 def small_checkpoint() -> Path:
-    """Return the folder of the built-in checkpoint; writes it at the first use. It is in the user's cache folder or, if
-    that is not writable, in a temporary folder of this process."""
+    """Return the built-in checkpoint's folder, written at its first use: in the user's cache or a temporary one."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "memsaver" / _RECIPE
     if (folder / "config.json").is_file():
         return folder

@@ -98,8 +98,7 @@ class Request:
         if self._generator is None:
             seed = secrets.randbits(63) if self.sampling.seed is None else self.sampling.seed % 2**63
             self._generator = torch.Generator(logits.device).manual_seed(seed)
-        # A model that lost its weights computes NaN, and torch.multinomial corrupts the CUDA context if a weight is
-        # NaN. So scores are made finite, and then at most 0.
+        # A model that lost its weights computes NaN, with which torch.multinomial corrupts the CUDA context.
         finite = torch.nan_to_num(logits.float(), nan=torch.finfo(torch.float32).min)
         scores, order = torch.sort(finite, descending=True)
         scores = (scores - scores[0]) / self.sampling.temperature

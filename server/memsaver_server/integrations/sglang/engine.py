@@ -456,8 +456,7 @@ class SglangEngine(base.LoopEngine):
 
 
 class VerificationPrompt:
-    """One greedy computation of the tokens that follow ``PROMPT``. Its ``request``, which no client has sent, must be
-    sent to the scheduler; ``tokens`` is done once they are computed."""
+    """One greedy computation of the tokens that follow ``PROMPT``: send the scheduler ``request``, await ``tokens``."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler

@@ -170,8 +170,7 @@ _WRITES = re.compile(r"(?!init|start|begin|get|check|reset|destroy)(?!.*version)
 def watch_updates(engine: Any, updated: Callable[[], None]) -> None:
     """Call ``updated`` after each ``collective_rpc`` of vLLM's client or ``LLM`` whose name says that it wrote weights.
     vLLM's own reload, its weight transfer and trainers' worker extensions all reach the workers by ``collective_rpc``.
-    An update may take several calls, and nothing marks the last: the first counts as the whole update, and callers keep
-    the KV cache asleep, or generation paused, until all are done."""
+    Nothing marks the last call of an update: the first counts as all; callers keep the KV cache asleep until then."""
 
     def watched(call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
         result = call(method, *args, **kwargs)
