@@ -268,8 +268,12 @@ class Lifecycle:
     def writing(self, tag: str = "weights", version: str | None = None) -> Iterator[None]:
         """Run the block, which writes the content of ``tag`` in place, while no release or resume runs. Waits for the
         one in progress. Afterwards what a release had discarded counts as written, unless the block raised or the
-        engine says that weights are still missing; and weights are of this ``version``. Raises, without running the block, NotResidentError if the tag is
-        released, and MemoryBusyError if an operation stalls or another update has not ended."""
+        engine says that weights are still missing; and weights are of this ``version``.
+
+        Raises:
+            NotResidentError: the tag is released; the block was not run.
+            MemoryBusyError: an operation stalls, or another update has not ended; the block was not run.
+        """
         while not self._moving.acquire(timeout=self._phase_timeout_s):
             if self._updating:
                 raise self._update_too_long("nothing was written")
