@@ -154,17 +154,17 @@ void Saver::prepare_backup() {
       wanted[&backups_.pool_of(key.device)] += arena->unprepared_bytes();
     }
   }
-  for (const auto& [pool, bytes] : wanted) pool->start_growth(bytes);
+  for (HostPool* const pool : backups_.pools()) pool->start_growth(wanted[pool]);  // forgets what failed before
   if (shared != nullptr) shared->prepare_beyond(sum);
 }
 
 void Saver::wait_until_prepared() {
   check_usable();
-  Tags tags;
+  std::set<std::string> tags;
   {
     const Lock lock(map_.mutex);
     for (const Arena* const arena : map_.select({})) {
-      if (arena->key().restore == Restore::host) tags.push_back(arena->key().tag);
+      if (arena->key().restore == Restore::host) tags.insert(arena->key().tag);
     }
   }
   try {
@@ -172,7 +172,7 @@ void Saver::wait_until_prepared() {
     if (backups_.shared() != nullptr) backups_.shared()->wait_until_prepared();
   } catch (const Error& error) {
     Error named = error;  // other threads may wait for the same one
-    throw named.with_tag(joined(tags));
+    throw named.with_tag(joined({tags.begin(), tags.end()}));
   }
 }
 

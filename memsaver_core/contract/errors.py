@@ -147,6 +147,10 @@ class NotResidentError(MemsaverError, kind="not_resident", status=409):
     """The call needs memory that is released. Nothing was done."""
 
 
+class WrongWeightsError(MemsaverError, kind="wrong_weights_version", status=409):
+    """The weights are not of the version that a resume demands. Nothing was resumed."""
+
+
 class PauseEndedError(MemsaverError, kind="pause_ended", status=409):
     """Generation was continued while a pause still waited for requests in flight. It goes on."""
 

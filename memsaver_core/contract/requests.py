@@ -45,6 +45,8 @@ def _number(value: object) -> object:
 
 _IsNumber = BeforeValidator(_number)  # else pydantic takes true for 1
 Tags = Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=1024)]
+#: A caller's name for what the weights hold: the step of a trainer, a revision.
+WeightsVersion = Annotated[str, Field(min_length=1, max_length=256)]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False), _IsNumber]
 OperationId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.:-]+$")]
 
@@ -183,6 +185,9 @@ class Resume(_Operation):
 
     wait_for_memory_s: Annotated[Seconds, Acts("service", lasting=True)] = Field(
         default=0.0, description="How long to wait until other processes free device memory."
+    )
+    weights_version: Annotated[WeightsVersion | None, Acts("service")] = Field(
+        default=None, description="Fail unless the last update of the weights named this version."
     )
 
     def patience_s(self, phase: str) -> float:

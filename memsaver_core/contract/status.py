@@ -204,6 +204,9 @@ class OccupationAnswer(Model):
     state: str
     hibernated: bool
     engine: str
+    weights_version: str | None = Field(
+        default=None, description="That the last update of the weights named; null if it named none, and for a fleet."
+    )
     engine_id: str = Field(default="", description="Of the service; by it two addresses are known to be one engine's.")
     model: str = Field(default="", description="What the engine serves; empty if it does not say.")
     admission: AdmissionStatus

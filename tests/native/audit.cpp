@@ -10,6 +10,7 @@ namespace memsaver {
 
 struct SaverAudit {
   static std::vector<std::string> audit(Saver& saver, const std::map<int, std::size_t>& others);
+  static std::vector<std::pair<Address, std::size_t>> left_mapped(const Saver& saver);
 };
 
 struct ArenaAudit {
@@ -123,6 +124,16 @@ struct ArenaAudit {
 
 std::vector<std::string> audit(Saver& saver, const std::map<int, std::size_t>& others) {
   return SaverAudit::audit(saver, others);
+}
+
+std::vector<std::pair<Address, std::size_t>> left_mapped(const Saver& saver) { return SaverAudit::left_mapped(saver); }
+
+std::vector<std::pair<Address, std::size_t>> SaverAudit::left_mapped(const Saver& saver) {
+  std::vector<std::pair<Address, std::size_t>> ranges;
+  for (const auto& orphan : saver.physical_.orphans()) {
+    if (orphan.mapped_at != 0) ranges.emplace_back(orphan.mapped_at, orphan.bytes);
+  }
+  return ranges;
 }
 
 std::vector<std::string> SaverAudit::audit(Saver& saver, const std::map<int, std::size_t>& others) {

@@ -167,4 +167,38 @@ KNOWN: dict[str, Program] = {
         _release(),
         _allocate("a", "zero", *[50] * 8),
     ],
+    "an undone release whose own undo the driver refuses": [
+        (
+            "begin",
+            {
+                "seed": 326,
+                "kinds": [
+                    (("weights", "host", 1), [35, 7, 5, 2, 5]),
+                    (("weights", "host", 0), [6, 5, 4, 6, 2]),
+                    (("weights", "file", 0), [30, 25, 4, 2, 6]),
+                    (("weights", "file", 0), [34]),
+                ],
+            },
+        ),
+        (
+            "release_in_part",
+            {
+                "tags": ["b", "kv_cache", "weights"],
+                "overrides": {},
+                "write": False,
+                "again": {},
+                "faults": [("record", "invalid_value", 1, 1), ("record", "invalid_value", 1, 1)],
+            },
+        ),
+        (
+            "release_in_part",
+            {
+                "tags": [],
+                "overrides": {},
+                "write": False,
+                "again": None,
+                "faults": [("unmap", "invalid_value", 12, 3), ("record", "invalid_value", 12, 3)],
+            },
+        ),
+    ],
 }

@@ -136,7 +136,6 @@ class Machine(RuleBasedStateMachine):
         self.freed: list[int] = []
         self.program: list[tuple[str, dict[str, Any]]] = []
         self.random = np.random.default_rng(0)
-        self.orphans = False  # the driver may have refused to unmap or free abandoned memory
         if self.journal is not None:
             self.journal.write_text("")
 
@@ -447,8 +446,6 @@ class Machine(RuleBasedStateMachine):
             if not self.faults.met():
                 raise
         finally:
-            undone = not any(call in ("unmap", "release") for call, *_ in faults)
-            self.orphans = self.orphans or (self.faults.met() and not undone)
             self.faults.end()
 
     def _allocate(self, kind: Kind, pages: int, content: str, free: int) -> bool:
@@ -516,7 +513,7 @@ class Machine(RuleBasedStateMachine):
         except ms.MemsaverError as raised:
             error = raised
         self._give_up(before, overrides, certainly=error is None)
-        here = mapped_pages()
+        here = mapped_pages(process.saver().left_mapped())
         kept_here = lost = left = 0
         for memory in self._selected(tags):
             policy = overrides.get(memory.tag, memory.policy)
@@ -530,7 +527,6 @@ class Machine(RuleBasedStateMachine):
             memory.owe(policy, gone)
             memory.here[gone] = False
         if error is None:
-            self._note_success()
             return
         assert not (kept_here and lost), "content was given up before all that is to be kept was"
         if isinstance(error, ms.OutOfHostMemoryError) and not self.faults.met():
@@ -563,7 +559,6 @@ class Machine(RuleBasedStateMachine):
             self._may_have_noted_damage(tags)
             raise
         else:
-            self._note_success()
             for memory in self._selected(tags):
                 assert not memory.damaged.any(), f"a damaged backup was restored: {memory}"
                 memory.be_resident()
@@ -590,11 +585,6 @@ class Machine(RuleBasedStateMachine):
                 for each in beside:
                     each.may_give_up(policy)
 
-    def _note_success(self) -> None:
-        """An operation began although something was refused earlier, and ended well."""
-        if not self.faults.met():
-            self.orphans = False
-
     def _kept_bytes(self) -> int:
         return int(process.saver().status()["pool_used_bytes"])
 
@@ -610,11 +600,11 @@ class Machine(RuleBasedStateMachine):
         status = ms.status()
         for tag in status.tags:
             self._compare(tag)
-        here = mapped_pages()
+        here = mapped_pages(process.saver().left_mapped())
         for memory in self.memories:
             assert memory.tensor.data_ptr() == memory.address
             now = here(memory)
-            wrong = memory.here & ~now if self.orphans else memory.here != now
+            wrong = memory.here != now
             assert not wrong.any(), f"pages {np.flatnonzero(wrong).tolist()} are resident, or not, against it: {memory}"
             memory.look()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,8 +121,8 @@ def pages_of(content: np.ndarray) -> np.ndarray:
     return content.view(np.uint64).reshape(-1, PAGE // 8)
 
 
-def mapped_pages() -> Callable[[Memory], np.ndarray]:
-    """Which pages of a memory the kernel has mapped now."""
+def mapped_pages(left: Sequence[tuple[int, int]]) -> Callable[[Memory], np.ndarray]:
+    """Which pages of a memory the kernel has mapped now, without the ranges ``left`` mapped that count as released."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     mapped = [line.split(" ", 1)[0].split("-") for line in lines if "memsaver-device" in line and " rw" in line]
     begins = np.array([0, *(int(begin, 16) for begin, _ in mapped)], np.uint64)
@@ -131,6 +131,8 @@ def mapped_pages() -> Callable[[Memory], np.ndarray]:
     def of(memory: Memory) -> np.ndarray:
         pages = np.uint64(memory.address) + np.arange(memory.pages, dtype=np.uint64) * np.uint64(PAGE)
         result: np.ndarray = pages < ends[np.searchsorted(begins, pages, "right") - 1]
+        for begin, nbytes in left:
+            result &= (pages < begin) | (pages >= begin + nbytes)
         return result
 
     return of

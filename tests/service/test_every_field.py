@@ -38,6 +38,7 @@ VALUES: dict[str, Any] = {
     "mode": "keep",
     "at_least_bytes": 5,
     "wait_for_memory_s": 2.5,
+    "weights_version": "step-12",
     "selector": {"names": ["a"]},
     "model": "m",
     "fleet_mode": "best_effort",

@@ -64,6 +64,9 @@ class Resume(Options):
     wait_for_memory_s: float | None = typer.Option(
         None, "--wait-for-memory", help="How long to wait until other processes free device memory.", metavar="SECONDS"
     )
+    weights_version: str | None = typer.Option(
+        None, "--weights-version", help="Fail unless the last update of the weights named this version."
+    )
 
 
 class FleetRelease(Options):
@@ -86,6 +89,7 @@ class FleetResume(Options):
     verify: bool = Release.verify
     fleet_mode: bool = FleetRelease.fleet_mode
     wait_for_memory_s: float | None = Resume.wait_for_memory_s
+    weights_version: str | None = Resume.weights_version
     timeout_s: float | None = typer.Option(
         None, "--timeout", help="How long an engine may take to prepare, beside its wait for memory.", metavar="SECONDS"
     )

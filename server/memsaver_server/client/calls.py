@@ -39,6 +39,10 @@ from memsaver_server.client.requests import (
 MAX_KEYS = 256
 
 
+def _named(version: str | None) -> dict[str, str]:
+    return {} if version is None else {"weight_version": version}
+
+
 class Calls:
     """What both clients can call; ``_request`` and ``_pause`` wait, or block."""
 
@@ -247,20 +251,23 @@ class Calls:
         body = {"sampling_params": sampling_params, **prompt}
         return dict(parse_json(await self._send(Call("POST", "/generate", body, repeatable=False, long=True))))
 
-    async def update_weights_from_disk(self, model_path: str | PathLike[str]) -> str:
+    async def update_weights_from_disk(self, model_path: str | PathLike[str], version: str | None = None) -> str:
         """Overwrite resident weights with a checkpoint folder that the server can read; returns the service's message.
+        ``version`` names what they hold from then on; a resume may demand it as ``weights_version``.
 
         Raises:
             InvalidRequestError: the folder's model has another shape; nothing was written.
             ConflictError: the weights are released.
         """
-        call = Call("POST", "/update_weights_from_disk", {"model_path": fspath(model_path)}, long=True)
+        body = {"model_path": fspath(model_path), **_named(version)}
+        call = Call("POST", "/update_weights_from_disk", body, long=True)
         return (await self._ask(MessageAnswer, call)).message
 
-    async def update_weights_from_tensor(self, *safetensors: bytes) -> str:
+    async def update_weights_from_tensor(self, *safetensors: bytes, version: str | None = None) -> str:
         """As ``update_weights_from_disk``, from the content of safetensors files: one per rank."""
         payloads = [b64encode(image).decode() for image in safetensors]
-        call = Call("POST", "/update_weights_from_tensor", {"serialized_named_tensors": payloads}, long=True)
+        body = {"serialized_named_tensors": payloads, **_named(version)}
+        call = Call("POST", "/update_weights_from_tensor", body, long=True)
         return (await self._ask(MessageAnswer, call)).message
 
     async def flush_cache(self) -> None:

@@ -27,4 +27,5 @@ class ResumeKeywords(TypedDict, total=False):
     lease_s: float | None
     wait: bool | None
     wait_for_memory_s: float | None
+    weights_version: str | None
     selector: Mapping[str, object] | None  # at a coordinator

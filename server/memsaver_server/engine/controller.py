@@ -346,6 +346,7 @@ class EngineController:
         return OccupationAnswer(
             **{**dict(status), **more},
             engine=self.name,
+            weights_version=now.weights_version,
             engine_id=self._id,
             model=model_name_of(self.engine),
             admission=AdmissionStatus(open=not now.closed_reason, reason=now.closed_reason),
@@ -414,18 +415,18 @@ class EngineController:
             raise errors.BadRequestError(str(error)) from None
 
     async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
-        given = asked.model_dump(include={"model_path", "flush_cache", "abort_all_requests"})
+        given = asked.model_dump(include={"model_path", "flush_cache", "abort_all_requests", "weight_version"})
         return await self._update(cast(UpdatableEngine, self.engine).update_weights_from_disk, **given)
 
     async def update_from_tensor(self, asked: Fields | bytes) -> Answer:
         assert isinstance(asked, Fields)
         return await self._update(cast(UpdatableEngine, self.engine).update_weights_from_tensor, **dict(asked))
 
-    async def _update(self, write: Callable[..., int], **given: Any) -> Answer:
+    async def _update(self, write: Callable[..., int], weight_version: str | None, **given: Any) -> Answer:
         first = given.pop("model_path" if "model_path" in given else "serialized_named_tensors")
 
         def update() -> int:
-            with self.lifecycle.writing():
+            with self.lifecycle.writing(version=weight_version):
                 return write(first, **given)
 
         try:

@@ -51,6 +51,7 @@ class Snapshot:
         closed_reason: why the engine accepts no requests, or an empty string if it does.
         running: the operation in progress, or None.
         unwritten: the tags whose content is lost until it is written again.
+        weights_version: what the last update named the weights; None if it named nothing, or they are lost.
     """
 
     status: Status
@@ -58,6 +59,7 @@ class Snapshot:
     closed_reason: str
     running: Operation | None
     unwritten: frozenset[str]
+    weights_version: str | None
 
 
 class Lifecycle:
@@ -77,6 +79,7 @@ class Lifecycle:
             self.memory.on_failure(self._admission.reopen)  # which closes it for good
         self._moving = threading.Lock()  # the memory lock: releases, resumes and weight updates exclude each other
         self._updating = False  # its holder is a weight update
+        self._weights_version: str | None = None
         # Tags that only a release of everything has taken, so that a client may never name them in a resume.
         self._implicit: frozenset[str] = frozenset()
         self._verification = Verification(engine, self._admission, self.memory, settings)
@@ -171,6 +174,7 @@ class Lifecycle:
             return operation.moved(self.memory.resume(request, log=log))
         self._check_usable()
         self._verification.check(request)
+        self._check_version(request)
         status = self.memory.status()
         released = released_tags(status)
         request = request.model_copy(update={"tags": self.tags_to_resume(request.tags)})
@@ -252,11 +256,15 @@ class Lifecycle:
         return self._admission.unpause()
 
     @contextmanager
-    def writing(self, tag: str = "weights") -> Iterator[None]:
+    def writing(self, tag: str = "weights", version: str | None = None) -> Iterator[None]:
         """Run the block, which writes the content of ``tag`` in place, while no release or resume runs. Waits for the
         one in progress. Afterwards what a release had discarded counts as written, unless the block raised or the
-        engine says that weights are still missing. Raises, without running the block, NotResidentError if the tag is
-        released, and MemoryBusyError if an operation stalls or another update has not ended."""
+        engine says that weights are still missing; and weights are of this ``version``.
+
+        Raises:
+            NotResidentError: the tag is released; the block was not run.
+            MemoryBusyError: an operation stalls, or another update has not ended; the block was not run.
+        """
         while not self._moving.acquire(timeout=self._phase_timeout_s):
             if self._updating:
                 raise self._update_too_long("nothing was written")
@@ -268,6 +276,8 @@ class Lifecycle:
             self._check_resident([tag])
             yield
             self._verification.content_changed()
+            if tag == "weights":
+                self._weights_version = version
             if tag != "weights" or not unwritten_weights(self._engine):
                 self._admission.written([tag])
         finally:
@@ -281,12 +291,15 @@ class Lifecycle:
         written = list(tags) or self.snapshot().unwritten
         self._check_resident(written)
         self._verification.content_changed()
+        if "weights" in written:
+            self._weights_version = None
         return self._admission.written(written)
 
     def weights_updated(self) -> None:
         """Note that the engine's own update of the weights was seen. Never blocks; may be called by the engine."""
         if "weights" not in released_tags(self.memory.status()):
             self._verification.content_changed()
+            self._weights_version = None
             self._admission.written(["weights"])
 
     def snapshot(self) -> Snapshot:
@@ -297,7 +310,9 @@ class Lifecycle:
         if state != "failed" and running is not None and running.is_running:
             state = "releasing" if running.request.operation == "release" else "resuming"
         admission = self._admission
-        return Snapshot(status, state, admission.closed_reason(status), running, admission.unwritten(status))
+        unwritten = admission.unwritten(status)
+        version = None if "weights" in unwritten else self._weights_version
+        return Snapshot(status, state, admission.closed_reason(status), running, unwritten, version)
 
     @property
     def is_sleeping(self) -> bool:
@@ -314,6 +329,15 @@ class Lifecycle:
         status = self.memory.status()
         if status.state == "failed":
             raise errors.EngineFailedError(failed_for_good(status))
+
+    def _check_version(self, request: Resume) -> None:
+        held = self.snapshot().weights_version
+        if request.weights_version not in (None, held):
+            named = f"are of version {held!r}" if held else "have no version: no update of what they hold named one"
+            raise errors.WrongWeightsError(
+                f"the resume demands weights of version {request.weights_version!r}, but they {named}; nothing was "
+                "resumed. Resume without weights_version, and update the weights"
+            )
 
     def _check_resident(self, tags: Iterable[str]) -> None:
         status = self.memory.status()

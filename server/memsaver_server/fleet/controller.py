@@ -360,7 +360,7 @@ class FleetController:
         raise errors.BadRequestError("a fleet passes requests for tokens on; it computes none itself")
 
     async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
-        body = asked.model_dump(include={"model_path", "flush_cache", "abort_all_requests"})
+        body = asked.model_dump(include={"model_path", "flush_cache", "abort_all_requests", "weight_version"})
         return await self._call(selected, "Weights written", "POST", "/update_weights_from_disk", body)
 
     async def update_from_tensor(self, asked: Fields | bytes) -> Answer:

@@ -26,5 +26,6 @@ class FleetResumeKeywords(TypedDict, total=False):
     model: str | None
     fleet_mode: Literal["all", "best_effort"] | None
     wait_for_memory_s: float | None
+    weights_version: str | None
     timeout_s: float | None
     mode: Literal["all", "best_effort"] | None

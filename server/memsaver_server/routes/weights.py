@@ -6,9 +6,10 @@ from typing import Any
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
+from pydantic import Field
 from starlette.requests import Request
 
-from memsaver_core.contract.requests import Fields
+from memsaver_core.contract.requests import Fields, WeightsVersion
 from memsaver_server.controller import Models
 from memsaver_server.http.requests import body_of, failures, fields_of, guard, joined, takes
 from memsaver_server.http.service import ControllerOf, response_of
@@ -21,6 +22,7 @@ class UpdateFromDisk(Fields):
     model_path: str
     flush_cache: bool = True
     abort_all_requests: bool = False
+    weight_version: WeightsVersion | None = Field(default=None, description="What the weights hold from now on.")
 
 
 class UpdateFromTensor(Fields):
@@ -30,6 +32,7 @@ class UpdateFromTensor(Fields):
     load_format: str | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
+    weight_version: WeightsVersion | None = Field(default=None, description="What the weights hold from now on.")
 
 
 def router(models: Models) -> APIRouter:

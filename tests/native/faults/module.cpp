@@ -38,5 +38,6 @@ PYBIND11_MODULE(_native, module) {
           py::arg("call"), py::arg("seconds"))
       .def("heal", [](Saver& self) { faulty(self).heal(); })
       .def("counts", [](Saver& self) { return faulty(self).counts(); })
-      .def("audit", &audit, py::arg("others") = std::map<int, std::size_t>{}, py::call_guard<py::gil_scoped_release>());
+      .def("audit", &audit, py::arg("others") = std::map<int, std::size_t>{}, py::call_guard<py::gil_scoped_release>())
+      .def("left_mapped", &left_mapped, py::call_guard<py::gil_scoped_release>());
 }
