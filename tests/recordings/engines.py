@@ -101,7 +101,7 @@ def served(engine: TensorEngine | None = None, **settings: Any) -> Iterator[Site
     try:
         with (
             attach(engine, settings=Settings(**settings)) as attachment,
-            httpx.Client(base_url=attachment.url, timeout=600, headers=headers) as http,
+            httpx.Client(base_url=attachment.url, timeout=600, verify=False, headers=headers) as http,
         ):
             wait_until(lambda: _is_read(http.get("/memory_occupation").json()))
             yield Site(engine, http)
