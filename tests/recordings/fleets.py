@@ -59,7 +59,7 @@ class CoordinatedSite(engines.Site):
     def state(self, answer: httpx.Response | None = None) -> str:
         if answer is not None and answer.status_code == 202:
             ended(self.http)
-        self.last = state_of(self.engine_http)
+        self.last = state_of(self.engine_http, self.engine)
         return self.last
 
     def restore(self) -> None:
