@@ -1,4 +1,4 @@
-"""Runs Python programs in forks of a process that has imported what takes seconds to import: ``fork_server.py PATH [MODULE ...]``.
+"""Runs Python programs in forks of a process that has imported what takes seconds: ``fork_server.py PATH [MODULE...]``.
 
 It listens on the Unix socket PATH until standard input ends; ``forks`` has the calls. It has one thread, and never
 makes a saver or a context. A request is a connection, a line of JSON and descriptors. ``arguments`` asks for a program,

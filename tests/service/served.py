@@ -2,7 +2,7 @@
 
 Prints the server's address first. Each line of standard input is an order for its driver, answered by the number of
 calls so far: ``fail CALL KIND`` makes the next such call fail in this way, ``hold CALL`` holds it, ``heal`` ends both,
-and ``count CALL`` does nothing else. With ``bare``, the engine has only weights and a KV cache. With ``mounts PROCESS``,
+and ``count CALL`` does nothing else. With ``bare``, the engine has only weights and a KV cache. With ``mounts PROCESS``
 it sees the file systems of that process. With ``trainer BYTES``, the process is a co-tenant that holds this much of the
 device instead.
 """
