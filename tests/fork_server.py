@@ -1,4 +1,4 @@
-"""Runs Python programs in forks of a process that has imported what takes seconds to import: ``fork_server.py PATH``.
+"""Runs Python programs in forks of a process that has imported what takes seconds: ``fork_server.py PATH [MODULE...]``.
 
 It listens on the Unix socket PATH until standard input ends; ``forks`` has the calls. It has one thread, and never
 makes a saver or a context. A request is a connection, a line of JSON and descriptors. ``arguments`` asks for a program,
@@ -260,7 +260,7 @@ def output(descriptor: int, errors: str, unbuffered: bool, *, by_line: bool) -> 
 def main() -> Step | None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with who started it
     server = ForkServer(sys.argv[1])
-    for name in THEIRS:
+    for name in sys.argv[2:] or THEIRS:
         with suppress(ModuleNotFoundError):  # it may be an environment of another engine's tests
             importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1

@@ -40,6 +40,7 @@ class Popen(subprocess.Popen[Any]):
     Args:
         loaded: whether memsaver, too, is loaded when the program begins. It is not if the program itself chooses the
             native module.
+        server: of ``started``, in the place of the one that all tests share; it has loaded no memsaver.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class Popen(subprocess.Popen[Any]):
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         loaded: bool = True,
+        server: str = "",
         stdin: Any = None,
         stdout: Any = None,
         stderr: Any = None,
         text: bool | None = None,
     ) -> None:
         self._loaded = loaded
+        self._server = server
         self._connection: socket.socket | None = None
         super().__init__(arguments, env=env, cwd=cwd, stdin=stdin, stdout=stdout, stderr=stderr, text=text)
 
@@ -88,7 +91,7 @@ class Popen(subprocess.Popen[Any]):
         request = {"arguments": args[1:], "environment": environment, "folder": str(cwd or os.getcwd())}
         descriptors = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         native = environment.get(sitecustomize.VARIABLE, "") if self._loaded else None
-        self._connection = _asked(address(native), request, descriptors)
+        self._connection = _asked(self._server or address(native), request, descriptors)
         self._answers = self._connection.makefile("r")
         self.pid = json.loads(self._answers.readline())
         self._child_created = True
@@ -168,7 +171,7 @@ def address(native: str | None) -> str:
     """
     with _lock:
         if None not in _addresses:
-            _addresses[None] = os.environ.get(VARIABLE) or _started()
+            _addresses[None] = os.environ.get(VARIABLE) or started()
         if native not in _addresses:
             with _asked(_addresses[None], {"native": native}, []) as connection, connection.makefile() as answer:
                 _addresses[native] = json.loads(answer.readline())
@@ -184,17 +187,22 @@ def _asked(path: str, request: Mapping[str, object], descriptors: list[int]) -> 
     return connection
 
 
-def _started() -> str:
-    """Start the server, which ends with this process."""
+def started(*modules: str, **changes: str) -> str:
+    """Start a server, which ends with this process, and return its socket.
+
+    Args:
+        modules: what it imports, instead of all that takes seconds to import.
+        changes: of its environment.
+    """
     folder = tempfile.mkdtemp(prefix="memsaver-forks-")
     environment = {
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", sitecustomize.VARIABLE)
     }
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.fork_server", f"{folder}/socket"],
+        [sys.executable, "-m", "tests.fork_server", f"{folder}/socket", *modules],
         stdin=PIPE,
         stdout=PIPE,
-        env={**environment, "OMP_NUM_THREADS": "1"},
+        env={**environment, "OMP_NUM_THREADS": "1", **changes},
         cwd=Path(__file__).parents[1],
     )
     starter = os.getpid()

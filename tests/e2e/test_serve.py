@@ -16,6 +16,7 @@ import pytest
 
 from memsaver_server.client import Client
 from tests import forks
+from tests.amount import amount
 
 from .serving import CONSOLE_SCRIPT, MEMSAVER, environment, memsaver, serving
 
@@ -78,6 +79,7 @@ def test_a_signal_ends_it_with_code_0_in_any_state(number: signal.Signals, state
 
 COUNTED = """
 import atexit, gc, sys
+gc.unfreeze()  # what the process that forks programs left out
 atexit.register(lambda: print("left out:", gc.get_freeze_count(), file=sys.__stderr__))
 from memsaver_server.cli import main
 main()
@@ -86,7 +88,7 @@ main()
 
 def test_what_is_loaded_is_left_out_of_full_garbage_collections() -> None:
     """A full collection takes 0.2 s in a process with torch loaded, and no probe is answered meanwhile."""
-    with serving(program=(sys.executable, "-c", COUNTED), by_itself=True) as server:
+    with serving(program=(sys.executable, "-c", COUNTED)) as server:
         assert server.end() == 0
         [count] = [int(line.split()[-1]) for line in server.log.splitlines() if line.startswith("left out:")]
         assert count > 100_000
@@ -164,16 +166,19 @@ except BlockingIOError:
 if kind == "broken":
     os.close(reader)
 os.dup2(writer, 2)
-if kind == "closed":
+if kind.startswith("closed"):
     os.close(2)
-    os.execv(program[0], program)  # Python begins without a stderr
+    sys.stderr = sys.__stderr__ = None
+if kind == "closed at its start":
+    os.execv(program[0], program)
 sys.argv = ["memsaver", *program[3:]]
 from memsaver_server.cli import main
 main()
 """
 
 
-@pytest.mark.parametrize("kind", ["full", "broken", "closed"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["full", "broken", "closed", *["closed at its start"][: amount(0, long=1)]])
 def test_it_serves_without_a_reader_of_stderr(kind: str) -> None:
     """It starts, answers and ends as ever. Each operation writes an audit line there."""
     program = (sys.executable, "-c", WITHOUT_READER, kind, *MEMSAVER)

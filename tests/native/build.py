@@ -25,6 +25,9 @@ def built(target: str = "all") -> Path:
         "-GNinja",  # compiles in parallel
         "-DCMAKE_BUILD_TYPE=Release",
         "-DMEMSAVER_NATIVE_TESTS=ON",
+        # To compile takes longer than to run, so little is optimized.
+        "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG",
+        "-DCMAKE_INTERPROCEDURAL_OPTIMIZATION=OFF",
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         f"-DPython_EXECUTABLE={sys.executable}",
     ]

@@ -48,7 +48,7 @@ def _served(members: Iterable[Member], record: Record | None = None, **settings:
     headers = {"Authorization": f"Bearer {settings['api_key']}"} if "api_key" in settings else {}
     with (
         serve_app(app, ours) as attachment,
-        httpx.Client(base_url=attachment.url, timeout=600, headers=headers) as http,
+        httpx.Client(base_url=attachment.url, timeout=600, verify=False, headers=headers) as http,
     ):
         yield http
 
@@ -59,7 +59,7 @@ class CoordinatedSite(engines.Site):
     def state(self, answer: httpx.Response | None = None) -> str:
         if answer is not None and answer.status_code == 202:
             ended(self.http)
-        self.last = state_of(self.engine_http)
+        self.last = state_of(self.engine_http, self.engine)
         return self.last
 
     def restore(self) -> None:
@@ -85,7 +85,7 @@ def coordinated(**settings: Any) -> Iterator[CoordinatedSite]:
     with (
         attach(engine, settings=Settings(history=1)) as attachment,
         _served([Member("a", attachment.url)], **settings) as http,
-        httpx.Client(base_url=attachment.url, timeout=600) as engine_http,
+        httpx.Client(base_url=attachment.url, timeout=600, verify=False) as engine_http,
     ):
         yield CoordinatedSite(engine, http, engine_http)
     engine.close()
@@ -184,7 +184,10 @@ def both(record: Record | None = None, *, unreachable: bool = False, **settings:
     members = [Member(name, url, labels={"role": name}, host=f"host-{name}") for name, url in urls.items()]
     members += [Member("c", "http://127.0.0.1:9", model="model of c")] if unreachable else []
     with ExitStack() as until_end:
-        https = {name: until_end.enter_context(httpx.Client(base_url=url, timeout=600)) for name, url in urls.items()}
+        https = {
+            name: until_end.enter_context(httpx.Client(base_url=url, timeout=600, verify=False))
+            for name, url in urls.items()
+        }
         http = until_end.enter_context(_served(members, record, **settings))
         yield Fleet(http, {name: engine for name, (engine, _) in served.items()}, https)
         for each in https.values():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.native import injection
 
 from .__main__ import FILES, difference, names
@@ -20,8 +21,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what is recorded now."""
     folder = tmp_path_factory.mktemp("recorded")
     command = [sys.executable, "-m", "tests.recordings", "--to", str(folder)]
-    environment = {"PATH": "/usr/bin:/bin", **injection.in_child({})}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850, check=False)
+    environment = {**os.environ, "MEMSAVER_DRIVER": "host", **injection.in_child()}
+    ran = forks.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return folder
 

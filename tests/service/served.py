@@ -2,12 +2,14 @@
 
 Prints the server's address first. Each line of standard input is an order for its driver, answered by the number of
 calls so far: ``fail CALL KIND`` makes the next such call fail in this way, ``hold CALL`` holds it, ``heal`` ends both,
-and ``count CALL`` does nothing else. With ``bare``, the engine has only weights and a KV cache. With ``trainer BYTES``,
-the process is a co-tenant that holds this much of the device instead.
+and ``count CALL`` does nothing else. With ``bare``, the engine has only weights and a KV cache. With ``mounts PROCESS``
+it sees the file systems of that process. With ``trainer BYTES``, the process is a co-tenant that holds this much of the
+device instead.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 
 import torch
@@ -38,6 +40,11 @@ def obey(driver: _native.Saver, order: str, call: str = "", kind: str = "") -> i
     return driver.counts().get(call, 0)
 
 
+def share_mounts(process: int) -> None:
+    with open(f"/proc/{process}/ns/mnt") as mounts:
+        assert ctypes.CDLL(None).setns(mounts.fileno(), 0) == 0
+
+
 def hold(size: int) -> None:
     with ms.region("trainer"):
         held = torch.ones(size, dtype=torch.uint8, device=ms.torch_device())
@@ -49,4 +56,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["trainer"]:
         hold(int(sys.argv[2]))
     else:
+        if sys.argv[1:2] == ["mounts"]:
+            share_mounts(int(sys.argv[2]))
         serve(bare=sys.argv[1:2] == ["bare"])

@@ -48,6 +48,17 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 
+TWO_RANKS = ("--tensor-parallel", "2", "--kv-cache-bytes", "16MiB", "--max-len", "256")
+
+#: ``memsaver``, whose ranks are forks.
+FORKED_RANKS = """
+from memsaver_server.reference import ranks
+from tests import forks
+ranks.subprocess = forks
+from memsaver_server.cli import main
+main()
+"""
+
 #: Makes an engine whose rank 1 is stopped while it loads.
 FROZEN_LOAD = """
 import fcntl, os, signal, sys
@@ -80,10 +91,13 @@ TransformersEngine(tensor_parallel=2, kv_cache_bytes=16 << 20, max_len=256, batc
 class Served:
     """An engine of several ranks, served; and what an engine of one rank with the same weights answers to PROMPT."""
 
-    def __init__(self, ranks: int, **options: Any) -> None:
-        whole = TransformersEngine(**options, **SIZES)
-        self.expected = whole.generate_sync(PROMPT)["output_ids"]
-        whole.close()
+    expected: list[int]
+
+    def __init__(self, ranks: int, *, compared: bool = True, **options: Any) -> None:
+        if compared:
+            whole = TransformersEngine(**options, **SIZES)
+            self.expected = whole.generate_sync(PROMPT)["output_ids"]
+            whole.close()
         self.engine = TransformersEngine(tensor_parallel=ranks, **options, **SIZES)
         self.attachment: Attachment = attach(self.engine)
         self.http = httpx.Client(base_url=self.attachment.url, timeout=600, verify=False)
@@ -114,7 +128,7 @@ class Served:
 
 @pytest.fixture(autouse=True, scope="module")
 def _ranks_are_forks() -> Iterator[None]:
-    """Of engines in this process; those that are served by another start by themselves."""
+    """Of engines in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "subprocess", forks)
         yield
@@ -246,6 +260,42 @@ def test_heads_must_divide(ranks: int) -> None:
         TransformersEngine(tensor_parallel=ranks, **SIZES)
 
 
+def test_a_frozen_rank_is_not_ready(two: Served) -> None:
+    """Before anything waits for it. It is alive: it computes again once it is continued."""
+    pid = two.pids()[1]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: two.http.get("/readyz").status_code == 503)
+        for path in ("/readyz", "/health_generate"):
+            assert f"stopped by a signal or a debugger: rank 1 (process {pid})" in two.http.get(path).text
+        assert two.http.get("/livez").status_code == 200
+        ranks = two.http.get("/memory_occupation").json()["ranks"]
+        assert [(rank["alive"], rank["stopped"]) for rank in ranks] == [(True, False), (True, True)]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: two.http.get("/readyz").status_code == 200)
+    assert two.tokens() == two.expected
+
+
+def test_an_abort_does_not_wait_for_a_frozen_rank(two: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memsaver_server.engine.controller.CANCEL_S", 0.1)
+    pid = two.pids()[1]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        accepted = two.post("/release_memory_occupation", {"prepare": True, "async": True}, 202)
+        address = accepted["location"]
+        wait_until(lambda: two.http.get(address).json()["phase"] == "check")
+        late = two.post(f"{address}/abort", status=504)
+        assert late["error"]["type"] == "phase_timeout"
+        assert f"stopped by a signal or a debugger: rank 1 (process {pid})" in late["message"]
+        assert two.http.get(address).json()["status"] == "running"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: two.http.get(address).json()["status"] == "cancelled")
+    assert two.post(f"{address}/abort")["status"] == "cancelled"
+    assert two.tokens() == two.expected
+
+
 @pytest.mark.guards("a rank was killed while memory was released, and probes went on saying that it was well")
 def test_a_rank_dies_while_released(two: Served) -> None:
     two.post("/release_memory_occupation")
@@ -292,7 +342,7 @@ def test_a_rank_dies_while_it_computes(four: Served) -> None:
 def test_a_frozen_rank_is_noticed(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """What waits for it is answered with an error that names it, and the engine has failed."""
     monkeypatch.setitem(LIMITS_S, what, 2.0)
-    with closing(Served(2)) as served:
+    with closing(Served(2, compared=False)) as served:
         pid = served.pids()[1]
         os.kill(pid, signal.SIGSTOP)
         if what == "step":
@@ -302,44 +352,6 @@ def test_a_frozen_rank_is_noticed(monkeypatch: pytest.MonkeyPatch, what: str) ->
         assert answer.status_code == 500
         assert f"rank 1 (process {pid}) does not answer: the {what} did not end in 2 s" in answer.text
         is_dead(served, f"rank 1 (process {pid}) does not answer")
-
-
-def test_a_frozen_rank_is_not_ready() -> None:
-    """Before anything waits for it. It is alive: it computes again once it is continued."""
-    with closing(Served(2)) as served:
-        pid = served.pids()[1]
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            wait_until(lambda: served.http.get("/readyz").status_code == 503)
-            for path in ("/readyz", "/health_generate"):
-                assert f"stopped by a signal or a debugger: rank 1 (process {pid})" in served.http.get(path).text
-            assert served.http.get("/livez").status_code == 200
-            ranks = served.http.get("/memory_occupation").json()["ranks"]
-            assert [(rank["alive"], rank["stopped"]) for rank in ranks] == [(True, False), (True, True)]
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: served.http.get("/readyz").status_code == 200)
-        assert served.tokens() == served.expected
-
-
-def test_an_abort_does_not_wait_for_a_frozen_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memsaver_server.engine.controller.CANCEL_S", 0.1)
-    with closing(Served(2)) as served:
-        pid = served.pids()[1]
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            accepted = served.post("/release_memory_occupation", {"prepare": True, "async": True}, 202)
-            address = accepted["location"]
-            wait_until(lambda: served.http.get(address).json()["phase"] == "check")
-            late = served.post(f"{address}/abort", status=504)
-            assert late["error"]["type"] == "phase_timeout"
-            assert f"stopped by a signal or a debugger: rank 1 (process {pid})" in late["message"]
-            assert served.http.get(address).json()["status"] == "running"
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: served.http.get(address).json()["status"] == "cancelled")
-        assert served.post(f"{address}/abort")["status"] == "cancelled"
-        assert served.tokens() == served.expected
 
 
 @pytest.mark.parametrize("when", ["before it joins", "while it loads"])
@@ -355,8 +367,9 @@ def test_a_rank_that_is_frozen_during_load_is_noticed(when: str) -> None:
 
 def test_a_frozen_rank_does_not_keep_the_service() -> None:
     """It ends although an update waits for the rank, which ends, too."""
+    forked = {forks.VARIABLE: forks.address(None)}
     with (
-        serving("--tensor-parallel", "2", "--kv-cache-bytes", "16MiB", "--max-len", "256") as server,
+        serving(*TWO_RANKS, program=(sys.executable, "-c", FORKED_RANKS), changes=forked) as server,
         httpx.Client(base_url=server.url, timeout=600, verify=False) as http,
         ThreadPoolExecutor() as pool,
     ):
@@ -377,7 +390,7 @@ def test_a_frozen_rank_does_not_keep_the_service() -> None:
 
 def test_ranks_end_with_the_service() -> None:
     """Also if it is killed: none is left behind with its memory."""
-    with serving("--tensor-parallel", "2", "--kv-cache-bytes", "16MiB", "--max-len", "256") as server:
+    with serving(*TWO_RANKS) as server:
         with httpx.Client(base_url=server.url, timeout=600, verify=False) as http:
             assert http.post("/generate", json=PROMPT).status_code == 200
             service, rank = (each["pid"] for each in http.get("/memory_occupation").json()["ranks"])

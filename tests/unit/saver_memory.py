@@ -30,3 +30,8 @@ def fill(address: int, nbytes: int, seed: int) -> bytes:
 
 def content(address: int, nbytes: int) -> bytes:
     return view(address, nbytes).tobytes()
+
+
+def same(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
+    """Whether the bytes are equal, of which there are a multiple of eight: much faster than byte by byte."""
+    return np.array_equal(one.view(np.uint64), other.view(np.uint64))

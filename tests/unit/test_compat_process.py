@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from memsaver_core.compat.torch_memory_saver.utils import get_binary_path_from_package
+from tests import forks
 from tests.native import injection
 from tests.programs import output_of
 
@@ -22,9 +25,18 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driv
 ROOT = Path(__file__).parents[2]
 PRELOAD = str(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))
 
+SETTINGS = {"MEMSAVER_DRIVER": "host", "MEMSAVER_HOST_CAPACITY": "1GiB"}
+
 INSTALL = """
 import memsaver_core.compat
 memsaver_core.compat.install()
+"""
+
+#: Loads the native module whose drivers fail on request.
+FAULTY = """
+import os
+from tests.native.site import sitecustomize
+sitecustomize.install(os.environ[sitecustomize.VARIABLE])
 """
 
 # cudaMalloc and the others as a C program would call them: by the global scope.
@@ -60,9 +72,8 @@ def cudart(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(library)
 
 
-def run(code: str, *arguments: str, by_itself: bool = False, **environment: str) -> str:
-    settings = {"MEMSAVER_DRIVER": "host", "MEMSAVER_HOST_CAPACITY": "1GiB", **environment}
-    return output_of(code, *arguments, by_itself=by_itself, **settings)
+def run(code: str, *arguments: str, **environment: str) -> str:
+    return output_of(code, *arguments, **{**SETTINGS, **environment})
 
 
 def test_install_answers_the_import() -> None:
@@ -348,14 +359,23 @@ assert torch.equal(tensor, expected)
     )
 
 
-def preloaded(cudart: str, code: str, **environment: str) -> str:
-    return run(RAW_CUDA + code, FAKE_CUDART=cudart, LD_PRELOAD=PRELOAD, **environment)
+@pytest.fixture(scope="module")
+def preloaded(cudart: str) -> Callable[..., None]:
+    """Runs programs as forks of a process that was started with the library, and has loaded torch."""
+    environment = {**os.environ, **SETTINGS, "LD_PRELOAD": PRELOAD, "OMP_NUM_THREADS": "1", "FAKE_CUDART": cudart}
+    server = forks.started("torch._dynamo", LD_PRELOAD=PRELOAD)
+
+    def run(code: str, **changes: str) -> None:
+        command = [sys.executable, "-c", RAW_CUDA + code]
+        ran = forks.run(command, server=server, env={**environment, **changes}, capture_output=True, text=True)
+        assert ran.returncode == 0, f"exit {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+
+    return run
 
 
-def test_raw_allocation_of_an_odd_size(cudart: str) -> None:
+def test_raw_allocation_of_an_odd_size(preloaded: Callable[..., None]) -> None:
     """With TMS_INIT_ENABLE: 6,912 bytes from cudaMalloc, paused and resumed from C, freed by cudaFree."""
     preloaded(
-        cudart,
         INSTALL
         + """
 import memsaver_core as ms, torch_memory_saver
@@ -378,10 +398,9 @@ assert api.cudaFree(None) == 0 and runtime.fake_frees() == 1
     )
 
 
-def test_functions_of_the_runtime_by_the_private_library(cudart: str) -> None:
+def test_functions_of_the_runtime_by_the_private_library(preloaded: Callable[..., None]) -> None:
     """As by a library that is linked with the runtime; inside a region they are memsaver's."""
     preloaded(
-        cudart,
         INSTALL
         + """
 from torch_memory_saver import torch_memory_saver as saver
@@ -397,9 +416,8 @@ assert not hasattr(cdll, "cudaNoSuchFunction")
     )
 
 
-def test_raw_allocations_follow_the_region_of_their_thread(cudart: str) -> None:
+def test_raw_allocations_follow_the_region_of_their_thread(preloaded: Callable[..., None]) -> None:
     preloaded(
-        cudart,
         INSTALL
         + """
 import threading
@@ -446,9 +464,8 @@ assert all(tag.bytes == 0 for tag in ms.status().tags), ms.status()
     )
 
 
-def test_nested_regions_under_init_enable(cudart: str) -> None:
+def test_nested_regions_under_init_enable(preloaded: Callable[..., None]) -> None:
     preloaded(
-        cudart,
         INSTALL
         + """
 import torch
@@ -479,10 +496,9 @@ assert content(gradients, 5000) != bytes([2]) * 5000
 
 
 @pytest.mark.guards("running out of memory inside the allocator killed the process")
-def test_raw_allocation_out_of_memory(cudart: str) -> None:
+def test_raw_allocation_out_of_memory(preloaded: Callable[..., None]) -> None:
     """cudaErrorMemoryAllocation is returned, so that torch frees its caches and retries."""
     preloaded(
-        cudart,
         INSTALL
         + """
 import torch_memory_saver
@@ -494,14 +510,14 @@ malloc(1000)
     )
 
 
-def test_without_memsaver_the_library_changes_nothing(cudart: str) -> None:
-    preloaded(cudart, "assert api.cudaFree(malloc(10)) == 0 and runtime.fake_frees() == 1", TMS_INIT_ENABLE="1")
+def test_without_memsaver_the_library_changes_nothing(preloaded: Callable[..., None]) -> None:
+    preloaded("assert api.cudaFree(malloc(10)) == 0 and runtime.fake_frees() == 1", TMS_INIT_ENABLE="1")
 
 
-def test_failure_of_an_operation_called_from_c(cudart: str) -> None:
+def test_failure_of_an_operation_called_from_c(preloaded: Callable[..., None]) -> None:
     preloaded(
-        cudart,
-        INSTALL
+        FAULTY
+        + INSTALL
         + """
 import torch_memory_saver
 malloc(1000)

@@ -66,7 +66,7 @@ def _write_small(folder: Path) -> Path:
 
 def byte_level() -> Any:
     """Return a tokenizer whose ids are the bytes of the text, for models without one."""
-    characters = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    characters = bytes_to_unicode()
     backend = Tokenizer(models.BPE(vocab={character: byte for byte, character in characters.items()}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
