@@ -77,6 +77,18 @@ class OperationReport(Model):
     devices: tuple[MeteredDelta, ...] = Field(default=(), description="before and after the whole call")
 
 
+class ResizeReport(Model):
+    """What a resize of a tag did."""
+
+    tag: str
+    enabled: bool = Field(default=True, description="false if memsaver is disabled and the call was a no-op")
+    seconds: float = Field(default=0.0, description="duration of the work on the memory")
+    bytes: int = Field(default=0, description="live bytes under the tag, on all devices, mapped or not")
+    shrunk_bytes: int = Field(default=0, description="of these, given back to the driver now")
+    released_bytes: int = Field(default=0, description="that this resize gave back")
+    resumed_bytes: int = Field(default=0, description="that this resize mapped again")
+
+
 class OperationAnswer(OperationReport):
     """What a release or a resume did."""
 

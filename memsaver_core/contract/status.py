@@ -62,6 +62,9 @@ class TagOccupation(Model):
     bytes: int = Field(description="live bytes, on all devices, mapped or not")
     resident_bytes: int = Field(description="live bytes that are mapped")
     released_bytes: int = Field(description="live bytes that are released")
+    shrunk_bytes: int = Field(
+        default=0, description="live bytes that a resize gave back; only a resize brings them back"
+    )
     retained_bytes: int = Field(description="mapped bytes that no live allocation uses: free ranges in shared chunks")
     backed_up_bytes: int = Field(description="live content with a backup in host memory or on disk")
     kept_bytes: int = Field(default=0, description="what these backups take: less if packed, nothing for zeros")
@@ -74,6 +77,7 @@ class TagStatus(TagOccupation):
 
     mapped_by_device: Mapping[int, int] = {}  # mapped bytes, retained too, by device index
     bytes_by_device: Mapping[int, int] = {}  # live bytes, mapped or not, by device index
+    shrunk_by_device: Mapping[int, int] = {}  # live bytes that a resize gave back, by device index
     expected_bytes: int = 0  # host memory that a backup of what is resident is expected to take besides; 0 while busy
     expected_file_bytes: int = 0  # likewise, of space in files if its policy is ``file``
 

@@ -59,10 +59,12 @@ class World {
   }
 
   // Allocates, and writes content that differs for each allocation. Returns its number.
-  std::size_t allocate(const std::string& tag, Restore restore, std::size_t pages, int device = 0) {
+  std::size_t allocate(const std::string& tag, Restore restore, std::size_t pages, int device = 0,
+                       std::size_t chunk_pages = 0) {
     const std::size_t bytes = pages * kPage;
     concerned_ = {tag};
-    const Address address = saver->allocate({device, tag, restore}, bytes);
+    const Address address = saver->allocate({device, tag, restore, chunk_pages * kPage}, bytes);
+    for (std::size_t page = 0; page < pages; ++page) shrunk_.erase(address + page * kPage);
     memories_.push_back({address, tag, restore, ++seeds_, std::vector<Expect>(pages, Expect::written),
                          std::vector<unsigned>(pages, 0)});
     for (std::size_t page = 0; page < pages; ++page) write(memories_.back(), page);
@@ -151,9 +153,27 @@ class World {
     for (const auto& memory : memories_) {
       if (!memory.alive || !selected(tags, memory.tag)) continue;
       for (std::size_t page = 0; page < memory.pages.size(); ++page) {
-        if (here.count(memory.address + page * kPage) == 0) report("resumed memory is not mapped", memory, page);
+        const Address address = memory.address + page * kPage;
+        const bool expected = shrunk_.count(address) == 0;
+        if (expected != (here.count(address) != 0)) {
+          report(expected ? "resumed memory is not mapped" : "a resume mapped what a resize gave back", memory, page);
+        }
       }
     }
+  }
+
+  // Keeps this part of each allocation of a tag, without its first pages; pages and chunks must fit.
+  void resize(const std::string& tag, double kept, std::size_t without_first = 0) {
+    const auto before = mapped_pages(true);
+    concerned_ = {tag};
+    std::vector<RangeSet::Range> unused;
+    for (const auto& memory : memories_) {
+      if (memory.alive && memory.tag == tag) unused.push_back({memory.address, without_first * kPage});
+    }
+    bool done = false;
+    const Cleanup at_end([&] { note_resized(tag, kept, without_first, before, done); });
+    saver->resize(tag, unused, kept);
+    done = true;
   }
 
   void reserve(const Saver::Tags& tags = {}) {
@@ -430,6 +450,31 @@ class World {
         if (restore == Restore::discard || is_dead(address)) expect = Expect::anything;
       }
       if (give_up && done) memory.damaged = false;
+    }
+  }
+  // A resize that is done left exactly the pages that it keeps; one that failed, those that were there, unless the undo
+  // failed, too. What was given back is zero once it is there again.
+  void note_resized(const std::string& tag, double kept, std::size_t without_first, const std::set<Address>& before,
+                    bool done) {
+    const auto after = mapped_pages(true);
+    const bool undone = !undo_may_fail && !fails_for_good && saver->status().failure.empty();
+    for (auto& memory : memories_) {
+      if (!memory.alive || memory.tag != tag) continue;
+      for (std::size_t page = 0; page < memory.pages.size(); ++page) {
+        const Address address = memory.address + page * kPage;
+        const bool used = page >= without_first && page < static_cast<std::size_t>(kept * memory.pages.size());
+        const bool was = before.count(address) != 0;
+        const bool is = after.count(address) != 0;
+        if (done && is != used) report("a resize kept the wrong pages", memory, page);
+        if (!done && undone && is != was) report("a failed resize was not undone", memory, page);
+        if (was && !is) {
+          memory.pages[page] = Expect::zeros;
+          shrunk_.insert(address);
+        }
+        if (is) shrunk_.erase(address);
+        const bool may_be_zero = was && is && !used && memory.pages[page] == Expect::written;
+        if (may_be_zero) memory.pages[page] = Expect::written_or_zeros;
+      }
     }
   }
   // The backup file has no name, but this process has it open.
