@@ -456,25 +456,37 @@ class World {
   // failed, too. What was given back is zero once it is there again.
   void note_resized(const std::string& tag, double kept, std::size_t without_first, const std::set<Address>& before,
                     bool done) {
-    const auto after = mapped_pages(true);
     const bool undone = !undo_may_fail && !fails_for_good && saver->status().failure.empty();
     for (auto& memory : memories_) {
       if (!memory.alive || memory.tag != tag) continue;
+      const auto end = static_cast<std::size_t>(kept * static_cast<double>(memory.pages.size()));
       for (std::size_t page = 0; page < memory.pages.size(); ++page) {
         const Address address = memory.address + page * kPage;
-        const bool used = page >= without_first && page < static_cast<std::size_t>(kept * memory.pages.size());
+        const bool used = page >= without_first && page < end;
         const bool was = before.count(address) != 0;
-        const bool is = after.count(address) != 0;
+        const bool is = !saver->backup_of(address, kPage, nullptr).released;
         if (done && is != used) report("a resize kept the wrong pages", memory, page);
         if (!done && undone && is != was) report("a failed resize was not undone", memory, page);
-        if (was && !is) {
-          memory.pages[page] = Expect::zeros;
-          shrunk_.insert(address);
-        }
-        if (is) shrunk_.erase(address);
-        const bool may_be_zero = was && is && !used && memory.pages[page] == Expect::written;
-        if (may_be_zero) memory.pages[page] = Expect::written_or_zeros;
+        note_page(memory, page, was, is, used);
       }
+    }
+    const auto after = mapped_pages(true);
+    for (const Address address : shrunk_) {
+      if (after.count(address) == 0) continue;
+      if (undone) problems.push_back("what a resize gave back is mapped");
+      not_undone_.insert(address);
+    }
+  }
+  void note_page(Memory& memory, std::size_t page, bool was, bool is, bool used) {
+    const Address address = memory.address + page * kPage;
+    Expect& expect = memory.pages[page];
+    if (is) {
+      shrunk_.erase(address);
+      not_undone_.erase(address);
+      if (was && !used && expect == Expect::written) expect = Expect::written_or_zeros;
+    } else if (was) {
+      shrunk_.insert(address);
+      expect = Expect::zeros;
     }
   }
   // The backup file has no name, but this process has it open.
@@ -523,6 +535,7 @@ class World {
   bool sharing_ = false;         // each copy of a shared buffer has a separate stream
   bool rests_may_stay_ = false;  // of a shared buffer that was never made, if its undo failed
   std::set<std::string> concerned_;
+  std::set<Address> shrunk_;      // pages that a resize gave back
   std::set<Address> not_undone_;  // pages that a resume mapped whose undo failed
   LedgerDriver::Report report_;
   std::vector<Memory> memories_;
