@@ -77,7 +77,9 @@ __all__ = [
 ]  # fmt: skip
 
 #: The modules that have the other names. They import torch, so that happens at the first use of such a name.
-_LAZY = ("phases", "process", "storages", "regions", "graphs", "hibernation", "device_memory", "release_resume", "resizing")
+_LAZY = (
+    "phases", "process", "storages", "regions", "graphs", "hibernation", "device_memory", "release_resume", "resizing",
+)  # fmt: skip
 
 if not TYPE_CHECKING:  # else type checkers would accept any name
 

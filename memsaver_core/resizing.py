@@ -1,4 +1,4 @@
-"""A part of a tag's memory goes to whoever needs it, while the rest of it stays in use."""
+"""A resize: a part of a tag's memory goes back to the driver, while the rest of it stays in use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def resize(
     if sum(each is not None for each in (fraction, bytes, unused)) != 1:
         raise ConfigurationError("a resize takes exactly one of fraction, bytes and unused")
     if not 0 <= (fraction or 0) <= 1 or (bytes or 0) < 0:
-        raise ConfigurationError(f"a fraction is 0 to 1 and bytes at least 0, not {fraction if bytes is None else bytes}")
+        raise ConfigurationError(f"a fraction is 0 to 1 and bytes at least 0, not {fraction or bytes}")
     check_tags([tag])
     if not process.enabled():
         return ResizeReport(tag=tag, enabled=False)
@@ -53,8 +53,8 @@ def resize(
     kept = 1.0 if fraction is None else fraction
     backend.note_release([tag])
     result = with_room(lambda: saver.resize(tag, ranges, kept))
-    outcome = {name: sum(each[name] for each in result["tags"]) for name in ("bytes", "released_bytes", "resumed_bytes")}
-    return ResizeReport(tag=tag, seconds=result["seconds"], shrunk_bytes=_bytes_of(tag, "shrunk_bytes"), **outcome)
+    sums = {name: sum(each[name] for each in result["tags"]) for name in ("bytes", "released_bytes", "resumed_bytes")}
+    return ResizeReport(tag=tag, seconds=result["seconds"], shrunk_bytes=_bytes_of(tag, "shrunk_bytes"), **sums)
 
 
 def _bytes_of(tag: str, what: str = "bytes") -> int:

@@ -41,9 +41,9 @@ py::dict to_dict(const TagOutcome& value) {
 
 py::dict to_dict(const TagSnapshot& value) {
   return py::dict(FIELD(tag), FIELD(restore), FIELD(state), FIELD(bytes), FIELD(resident_bytes), FIELD(released_bytes),
-                  FIELD(shrunk_bytes), FIELD(retained_bytes), FIELD(backed_up_bytes), FIELD(kept_bytes), FIELD(expected_bytes),
-                  FIELD(expected_file_bytes), FIELD(allocations), FIELD(chunks), FIELD(mapped_by_device),
-                  FIELD(bytes_by_device), FIELD(shrunk_by_device));
+                  FIELD(shrunk_bytes), FIELD(retained_bytes), FIELD(backed_up_bytes), FIELD(kept_bytes),
+                  FIELD(expected_bytes), FIELD(expected_file_bytes), FIELD(allocations), FIELD(chunks),
+                  FIELD(mapped_by_device), FIELD(bytes_by_device), FIELD(shrunk_by_device));
 }
 
 template <typename Tag>

@@ -178,7 +178,7 @@ class Arena {
   // Notes that a resume must restore all that is released now as `restore` says.
   void set_released_under(Restore restore) { released_under_ = {{restore, released()}}; }
   // Returns whether what comes back in a range that has no memory must be zero.
-  [[nodiscard]] bool owes_zeros(Address address, std::size_t bytes) const {
+  [[nodiscard]] bool comes_back_zero(Address address, std::size_t bytes) const {
     return released_under(Restore::zero, address, bytes) || shrunk_.overlaps(address, bytes);
   }
   // Returns whether some of the range was released under `restore` and has had no memory since.

@@ -98,11 +98,11 @@ class Saver::Operation {
   // What an operation does on one device.
   struct Work {
     int device = -1;
-    std::vector<ContentBlock> blocks;               // content to keep or restore
-    std::vector<PlannedChunk> kept;                 // chunks under content
-    std::vector<PlannedChunk> others;               // chunks whose content is not kept
-    std::vector<PlannedChunk> going;                // chunks that a resize gives back
-    std::map<std::string, std::size_t> lost_bytes;  // with the driver again, by tag
+    std::vector<ContentBlock> blocks;                 // content to keep or restore
+    std::vector<PlannedChunk> kept;                   // chunks under content
+    std::vector<PlannedChunk> others;                 // chunks whose content is not kept
+    std::vector<PlannedChunk> going;                  // chunks that a resize gives back
+    std::map<std::string, std::size_t> lost_bytes;    // with the driver again, by tag
     std::map<std::string, std::size_t> gained_bytes;  // mapped, by tag
     std::size_t freed_bytes = 0;
     double first_memory_seconds = 0;
@@ -177,7 +177,7 @@ class Saver::Operation {
     }
     for (const auto& [begin, whole] : wanted.ranges()) {
       for (const auto& [at, bytes] : arena.in_chunks({begin, whole})) {
-        const Restore fill = arena.owes_zeros(at, bytes) ? Restore::zero : Restore::discard;
+        const Restore fill = arena.comes_back_zero(at, bytes) ? Restore::zero : Restore::discard;
         (kept ? work.kept : work.others).push_back({&arena, {at, bytes, Handle{}}, fill});
       }
     }
@@ -574,8 +574,8 @@ class Saver::Resize final : public Operation {
   [[nodiscard]] RangeSet used_of(const Arena& arena) const {
     RangeSet used;
     for (const auto& [address, allocation] : arena.allocations()) {
-      used.add(address, std::min(allocation.bytes, static_cast<std::size_t>(
-                                                       std::ceil(static_cast<double>(allocation.bytes) * kept_))));
+      used.add(address, std::min(allocation.bytes,
+                                 static_cast<std::size_t>(std::ceil(static_cast<double>(allocation.bytes) * kept_))));
     }
     for (const auto& [begin, bytes] : unused_) used.remove(begin, bytes);
     return used;
@@ -632,15 +632,16 @@ class Saver::Resize final : public Operation {
         }
       }
     });
-    attempt("a resize failed, and what it had given back stays so until the next one", [&] {
-      {
-        const Lock lock(saver_.map_.mutex);
-        for (Arena* const arena : arenas_) {
-          plan_restore(*arena, among(*arena, arena->shrunk(), planned.at(arena->key().device).going));
-        }
-      }
-      restore(false);
-    });
+    attempt("a resize failed, and what it had given back stays so until the next one",
+            [&]() REQUIRES(saver_.backups_.operation_mutex) {
+              {
+                const Lock lock(saver_.map_.mutex);
+                for (Arena* const arena : arenas_) {
+                  plan_restore(*arena, among(*arena, arena->shrunk(), planned.at(arena->key().device).going));
+                }
+              }
+              restore(false);
+            });
   }
 
   const std::vector<RangeSet::Range>& unused_;

@@ -17,8 +17,8 @@ namespace memsaver {
 // Promises. The address of a live allocation never changes. After every call, failed or not, each chunk is either
 // mapped with its content, or released with what its restore policy needs; a failed call can be repeated, and its
 // opposite works. Functions may be called from any thread. Operations (release, resume, resize) run one at a time;
-// allocations and status do not wait for them. Every function that is not noexcept throws forked in a forked child. Those that use
-// a device throw context_lost once the context is lost.
+// allocations and status do not wait for them. Every function that is not noexcept throws forked in a forked child.
+// Those that use a device throw context_lost once the context is lost.
 class Saver {
  public:
   using Tags = MemoryMap::Tags;  // empty: all tags; unknown ones are ignored

@@ -39,8 +39,7 @@ class CudaBackend(Backend):
         super().__init__()
         self._lock = threading.Lock()
         self._allocators: dict[int, torch.cuda.memory.CUDAPluggableAllocator] = {}
-        #: By device, tag, policy, chunk size and whether the tag lacks memory, with the number of releases before it was
-        #: made.
+        #: By device, tag, policy, chunk size and whether the tag lacks memory, with the releases before it was made.
         self._pools: dict[tuple[int, str, str, int, bool], tuple[int, Pool]] = {}
         self._region_pool_ids: set[tuple[int, ...]] = set()
         self._releases: Counter[str] = Counter()

@@ -84,10 +84,12 @@ def test_ranges_that_a_caller_names(tag: str, device: str, unit: int) -> None:
     with ms.region(tag, restore="zero", chunk_bytes=8 * unit):
         cache = torch.ones(2, 30 * unit, dtype=torch.uint8, device=device)
     assert ms.resize(tag, unused=[cache[0, 16 * unit :], cache[1, 10 * unit :]]).shrunk_bytes == (8 + 20) * unit
-    assert (cache[0, : 16 * unit] == 1).all() and (cache[1, : 10 * unit] == 1).all()
+    assert (cache[0, : 16 * unit] == 1).all()
+    assert (cache[1, : 10 * unit] == 1).all()
     report = ms.resize(tag, unused=[cache[0, : 8 * unit]])
     assert (report.released_bytes, report.resumed_bytes) == (8 * unit, 28 * unit)
-    assert (cache[0, 8 * unit : 16 * unit] == 1).all() and not cache[1, 10 * unit :].any()
+    assert (cache[0, 8 * unit : 16 * unit] == 1).all()
+    assert not cache[1, 10 * unit :].any()
     assert ms.resize(tag, unused=[]).shrunk_bytes == 0
     assert not cache[0, : 8 * unit].any()
 

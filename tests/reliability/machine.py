@@ -630,8 +630,8 @@ class Machine(RuleBasedStateMachine):
 
     def _resident(self, memory: Memory) -> np.ndarray:
         """Which pages the saver says are resident."""
-        backup_of = process.saver().backup_of
-        return np.array([not backup_of(memory.address + page * PAGE, PAGE, 0)["released"] for page in range(memory.pages)])
+        at = memory.address + np.arange(memory.pages) * PAGE
+        return np.array([not process.saver().backup_of(int(each), PAGE, 0)["released"] for each in at])
 
     def _kept_bytes(self) -> int:
         return int(process.saver().status()["pool_used_bytes"])
