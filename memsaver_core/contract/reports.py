@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from memsaver_core.contract.model import Model
-from memsaver_core.contract.status import PreparedState
+from memsaver_core.contract.status import KvCacheAnswer, PreparedState
 
 #: The statuses of an operation. ``draining``, ``waiting``, ``moving`` and ``finishing`` are all ``running`` to callers.
 OperationStatus = Literal["queued", "running", "prepared", "succeeded", "failed", "cancelled"]
@@ -241,6 +241,14 @@ class OperationStatusAnswer(Model):
 
 class OperationsAnswer(Model):
     operations: tuple[OperationStatusAnswer, ...]
+
+
+class ResizedAnswer(KvCacheAnswer):
+    """The KV cache after it was resized."""
+
+    success: Literal[True] = True
+    message: str
+    seconds: float = Field(description="How long that took, with the wait for requests.")
 
 
 class MessageAnswer(Model):

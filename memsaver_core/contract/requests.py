@@ -27,8 +27,8 @@ STATES: dict[Verb, Literal["released", "resident"]] = {"release": "released", "r
 #: What a drain does to requests in flight: ``wait`` until they end; ``abort`` them, each with its output so far;
 #: ``keep`` (freeze) them until admission opens.
 DrainMode = Literal["wait", "abort", "keep"]
-#: What a resize of the KV cache does to requests that use what goes: ``wait`` until they end; ``preempt`` them: they are
-#: computed again.
+#: What a resize of the KV cache does to requests that use what goes: ``wait`` until they end; ``preempt`` them, so that
+#: they are computed again.
 CacheMode = Literal["wait", "preempt"]
 #: ``all``: every selected engine or none; ``best_effort``: what can be done, and the rest is listed.
 FleetMode = Literal["all", "best_effort"]
@@ -194,26 +194,25 @@ class Resume(_Operation):
 
 Asked = Release | Resume
 
-_ONE_ENGINE = "a fleet resizes no KV cache; send this to an engine"
+_Cache = Acts("service", fleet="a fleet resizes no KV cache; send this to an engine")
 
 
 class ResizeKvCache(Fields):
-    """Makes the KV cache of an engine smaller or larger while it serves. One of ``bytes``, ``fraction`` and ``tokens`` is
-    its size."""
+    """Makes an engine's KV cache smaller or larger while it serves, to one of ``bytes``, ``fraction``, ``tokens``."""
 
-    bytes: Annotated[
-        Annotated[int, Field(ge=1, lt=1 << 63), _IsNumber] | None, Acts("service", fleet=_ONE_ENGINE)
-    ] = Field(default=None, description="At most so much device memory.")
-    fraction: Annotated[
-        Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), _IsNumber] | None, Acts("service", fleet=_ONE_ENGINE)
-    ] = Field(default=None, description="At most so much of the largest size; 1 is all of it.")
-    tokens: Annotated[
-        Annotated[int, Field(ge=1, lt=1 << 63), _IsNumber] | None, Acts("service", fleet=_ONE_ENGINE)
-    ] = Field(default=None, description="Room for at least so many tokens.")
-    mode: Annotated[CacheMode, Acts("service", fleet=_ONE_ENGINE)] = Field(
+    bytes: Annotated[Annotated[int, Field(ge=1, lt=1 << 63), _IsNumber] | None, _Cache] = Field(
+        default=None, description="At most so much device memory."
+    )
+    fraction: Annotated[Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), _IsNumber] | None, _Cache] = Field(
+        default=None, description="At most so much of the largest size; 1 is all of it."
+    )
+    tokens: Annotated[Annotated[int, Field(ge=1, lt=1 << 63), _IsNumber] | None, _Cache] = Field(
+        default=None, description="Room for at least so many tokens."
+    )
+    mode: Annotated[CacheMode, _Cache] = Field(
         default="wait", description="Requests that use what goes: wait for their end, or preempt them."
     )
-    timeout_s: Annotated[Seconds | None, Acts("service", fleet=_ONE_ENGINE)] = Field(
+    timeout_s: Annotated[Seconds | None, _Cache] = Field(
         default=None, description="Deadline of that; by default MEMSAVER_DRAIN_TIMEOUT_S."
     )
 

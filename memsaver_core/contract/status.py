@@ -228,6 +228,19 @@ class OccupationAnswer(Model):
     ranks: tuple[RankStatus, ...] = ()
 
 
+class KvCacheAnswer(Model):
+    """The KV cache of an engine now. Sizes are bytes of device memory that its pages take, in all layers together."""
+
+    bytes: int = Field(description="The size of the cache.")
+    used_bytes: int = Field(description="Of it, what requests in flight use.")
+    smallest_bytes: int = Field(description="The smallest size now for which no request has to end or be preempted.")
+    largest_bytes: int = Field(description="The largest size now, with what the device has free.")
+    full_bytes: int = Field(description="The size with which the engine began.")
+    tokens: int = Field(description="Room for so many tokens.")
+    page_bytes: int
+    page_tokens: int
+
+
 class MemberRow(Model):
     """One engine of a fleet now."""
 

@@ -22,7 +22,7 @@ from memsaver_core.contract.reports import (
     PlanAnswer,
     PreparedAnswer,
 )
-from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, Resume, Verb
+from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, ResizeKvCache, Resume, Verb
 from memsaver_core.contract.status import HealthAnswer, OccupationAnswer
 from memsaver_server.metrics import CallerFigures
 from memsaver_server.operation.operation import Operation as Operation
@@ -125,7 +125,7 @@ class Controller(Protocol[OperationT]):
     models: Models
     closing: threading.Event
     name: str
-    capabilities: frozenset[Literal["generate", "update", "models"]]
+    capabilities: frozenset[Literal["generate", "update", "resize", "models"]]
     callers: CallerFigures
 
     async def start(self) -> None: ...
@@ -220,6 +220,12 @@ class Controller(Protocol[OperationT]):
 
     async def continue_(self, selected: Fields, *, scheduling: bool = False) -> Answer:
         """Generate again, at once or when all memory is resident; ``scheduling``: after a pause that is ``asleep``."""
+
+    async def kv_cache(self) -> Answer:
+        """Return the size of the KV cache; only with the capability, as ``resize_kv_cache``."""
+
+    async def resize_kv_cache(self, asked: ResizeKvCache) -> Answer:
+        """Make the KV cache smaller or larger."""
 
     async def flush(self, selected: Fields) -> Answer:
         """Forget cached prefixes."""

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from memsaver_core.contract import reports, status
     from memsaver_server.fleet import EngineResult, EngineStatus, FleetResult, FleetStatus
 
-    Said = reports.AcceptedAnswer | reports.PreparedAnswer | reports.PlanAnswer | reports.FleetPlanAnswer
+    _Planned = reports.PlanAnswer | reports.FleetPlanAnswer
+    Said = reports.AcceptedAnswer | reports.PreparedAnswer | reports.ResizedAnswer | _Planned
 
 AnswerT = TypeVar("AnswerT", bound="BaseModel")
 Cell = str | int | Text
@@ -238,6 +239,14 @@ def _store_line(store: status.SharedStoreStatus) -> str:
     return (
         f"shared store {store.name}, processes: {store.processes}; {held} held here, a share of {share}; "
         f"{used} in use by any, {size} of memory of at most {limit}"
+    )
+
+
+def kv_cache_view(cache: status.KvCacheAnswer) -> RenderableType:
+    names = ("bytes", "used_bytes", "smallest_bytes", "largest_bytes", "full_bytes", "tokens")
+    sizes: list[Cell] = [getattr(cache, name) for name in names[:-1]]
+    return table_of(
+        [">kv cache", ">in use", ">smallest now", ">largest now", ">full", ">tokens"], [[*sizes, str(cache.tokens)]]
     )
 
 

@@ -28,3 +28,11 @@ class ResumeKeywords(TypedDict, total=False):
     wait: bool | None
     wait_for_memory_s: float | None
     selector: Mapping[str, object] | None  # at a coordinator
+
+
+class ResizeKvCacheKeywords(TypedDict, total=False):
+    bytes: int | None
+    fraction: float | None
+    tokens: int | None
+    mode: Literal["wait", "preempt"] | None
+    timeout_s: float | None

@@ -263,21 +263,28 @@ class Lifecycle:
     def writing(self, tag: str = "weights") -> Iterator[None]:
         """Run the block, which writes the content of ``tag`` in place, while no release or resume runs. Waits for the
         one in progress. Afterwards what a release had discarded counts as written, unless the block raised or the
-        engine says that weights are still missing. Raises, without running the block, NotResidentError if the tag is
-        released, and MemoryBusyError if an operation stalls or another update has not ended."""
-        while not self._moving.acquire(timeout=self._phase_timeout_s):
-            if self._updating:
-                raise self._update_too_long("nothing was written")
-            operation = self.operations.running
-            if operation is not None and (stall := operation.stall()) is not None:
-                raise MemoryBusyError(f"no weights were written: {operation.stall_message(stall)}", stall.phase)
-        self._updating = True
-        try:
-            self._check_resident([tag])
+        engine says that weights are still missing. Raises as ``resident``."""
+        with self.resident(tag, "nothing was written"):
             yield
             self._verification.content_changed()
             if tag != "weights" or not unwritten_weights(self._engine):
                 self._admission.written([tag])
+
+    @contextmanager
+    def resident(self, tag: str, otherwise: str) -> Iterator[None]:
+        """Run the block, which needs the memory of ``tag``, while no release or resume runs. Waits for the one in
+        progress. Raises, without running the block (``otherwise`` says what follows), NotResidentError if the tag is
+        released, and MemoryBusyError if an operation stalls or another block has not ended."""
+        while not self._moving.acquire(timeout=self._phase_timeout_s):
+            if self._updating:
+                raise self._update_too_long(otherwise)
+            operation = self.operations.running
+            if operation is not None and (stall := operation.stall()) is not None:
+                raise MemoryBusyError(f"{otherwise}: {operation.stall_message(stall)}", stall.phase)
+        self._updating = True
+        try:
+            self._check_resident([tag])
+            yield
         finally:
             self._updating = False
             self._moving.release()

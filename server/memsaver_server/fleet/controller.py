@@ -29,9 +29,11 @@ from memsaver_core.contract.requests import (
     Fields,
     FleetRelease,
     FleetResume,
+    ResizeKvCache,
     Selected,
     Selector,
     Verb,
+    acts_of,
 )
 from memsaver_core.contract.status import HealthAnswer
 from memsaver_server.audit import AuditLog
@@ -80,7 +82,9 @@ class FleetController:
     """
 
     name = "fleet"
-    capabilities: frozenset[Literal["generate", "update", "models"]] = frozenset({"update", "models"})
+    capabilities: frozenset[Literal["generate", "update", "resize", "models"]] = frozenset(
+        {"update", "resize", "models"}
+    )
     models = Models(
         release=FleetRelease,
         resume=FleetResume,
@@ -380,6 +384,12 @@ class FleetController:
             query = {"tags": ["scheduling"]}
             return await self._call(selected, "Scheduling continues", "POST", "/wake_up", query=query)
         return await self._call(selected, "Generation continues", "POST", "/continue_generation", {})
+
+    async def kv_cache(self) -> Answer:
+        raise BadRequestError("a fleet has no KV cache; ask its engines")
+
+    async def resize_kv_cache(self, asked: ResizeKvCache) -> Answer:
+        raise BadRequestError(acts_of(ResizeKvCache)["bytes"].fleet)
 
     async def flush(self, selected: Fields) -> Answer:
         return await self._call(selected, "Cache flushed", "POST", "/flush_cache")

@@ -22,9 +22,9 @@ from memsaver_server.reference.scheduler import Scheduler
 
 
 class TransformersEngine(Scheduler):
-    """Implements ``GeneratingEngine``, ``UpdatableEngine``, ``VerifiableEngine`` and, unless there are several ranks,
-    ``ResizableEngine`` by transformers, with weights, KV cache, graphs and workspaces in regions. The interpreter's exit closes it, too. If there are several ranks, this
-    process is rank 0 and starts the others, and ``memory`` is that of all."""
+    """Implements ``GeneratingEngine``, ``UpdatableEngine`` and ``VerifiableEngine`` by transformers, with weights, KV
+    cache, graphs and workspaces in regions. The interpreter's exit closes it, too. If there are several ranks, this
+    process is rank 0 and starts the others, and ``memory`` is that of all; else it is a ``ResizableEngine``, too."""
 
     name = "transformers"
 

@@ -171,7 +171,9 @@ class Scheduler:
             used = [request.slot for request in self._running]
             count = self._slots.count
         sizes = {"page_bytes": self.runner.slot_bytes, "page_tokens": self.runner.length}
-        return CachePages(total=self.runner.slots, kept=count, used=len(used), needed=max(used, default=-1) + 1, **sizes)
+        return CachePages(
+            total=self.runner.slots, kept=count, used=len(used), needed=max(used, default=-1) + 1, **sizes
+        )
 
     def limit_kv_cache(
         self, pages: int, timeout_s: float, mode: CacheMode = "wait", given_up: Callable[[], bool] = never
