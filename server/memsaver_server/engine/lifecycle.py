@@ -5,9 +5,10 @@ settle; optionally hibernate) -> report.
 Resume: check tags -> resume the memory (wake, restore) -> repair -> verify if asked -> reopen admission if nothing is
 released -> report.
 
-A thread that holds several of the service's locks has taken them in this order, which tests check: that of the memory
-(here; held while memory moves or weights are written), that of admission (held while the engine is called), that of the
-operations (``OperationQueue``; not held while an operation runs).
+A thread that holds several of the service's locks has taken them in this order, which tests check: that of a resize
+(``ElasticCache``; held while pages are given up, too), that of the memory (here; held while memory moves or weights are
+written), that of admission (held while the engine is called), that of the operations (``OperationQueue``; not held
+while an operation runs).
 """
 
 from __future__ import annotations

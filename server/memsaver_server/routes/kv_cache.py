@@ -20,8 +20,9 @@ from memsaver_server.http.unknown_fields import NamesIgnored
 def router(models: Models) -> APIRouter:
     routes = APIRouter(route_class=NamesIgnored, tags=["KV cache"], dependencies=[Depends(guard)])
     by_size = Depends(fields_of(ResizeKvCache))
+    refused = failures(only=(*REFUSED, 400) if models.several else REFUSED)
 
-    @routes.get("/kv_cache", response_model=KvCacheAnswer, responses=failures(only=REFUSED))
+    @routes.get("/kv_cache", response_model=KvCacheAnswer, responses=refused)
     @reads_only
     async def kv_cache(controller: ControllerOf) -> JSONResponse:
         """The size of the KV cache, what requests use of it, and the sizes that it can have now."""
