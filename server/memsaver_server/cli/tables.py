@@ -251,9 +251,10 @@ def kv_cache_view(cache: status.KvCacheAnswer) -> RenderableType:
 
 
 def status_tags_table(tags: Sequence[status.TagOccupation]) -> Table:
-    sizes = [(tag.bytes, tag.resident_bytes, tag.released_bytes) for tag in tags]
+    shrunk = any(tag.shrunk_bytes for tag in tags)
+    sizes = [(tag.bytes, tag.resident_bytes, tag.released_bytes, *[tag.shrunk_bytes] * shrunk) for tag in tags]
     return table_of(
-        ["tag", "state", "restore", ">size", ">on device", ">released"],
+        ["tag", "state", "restore", ">size", ">on device", ">released", *[">shrunk"] * shrunk],
         ([tag.tag, _state(tag), tag.restore, *its] for tag, its in zip(tags, sizes, strict=True)),
         ["in all", "", "", *map(sum, zip(*sizes, strict=True))] if len(tags) > 1 else (),
     )
