@@ -27,6 +27,7 @@ from memsaver_core.contract.requests import (
     FleetRelease,
     FleetResume,
     Release,
+    ResizeKvCache,
     Resume,
     Selector,
     acts_of,
@@ -52,6 +53,7 @@ OPTIONS = {
     **dict.fromkeys((Release, Resume), NOT_OPTIONS),
     **dict.fromkeys((FleetRelease, FleetResume), NOT_OPTIONS_OF_FLEET),
     Selector: set(),
+    ResizeKvCache: {"bytes", "fraction"},
 }
 #: What the option of a field is, unless its name, type and description say so. ``means`` is the value of a flag.
 FACES: dict[str, dict[str, str]] = {
@@ -99,7 +101,7 @@ from typing import Literal, TypedDict
 def _typed_dict(model: type[Fields], otherwise: set[str]) -> str:
     types = {name: info.annotation for name, info in fields_of(model, otherwise).items()} | ALIASES.get(model, {})
     lines = [f"    {name}: {_annotation(of)} | None" for name, of in types.items()]
-    if model not in ALIASES:
+    if model in (Release, Resume):
         lines.append("    selector: Mapping[str, object] | None  # at a coordinator")
     return "\n".join([f"class {model.__name__}Keywords(TypedDict, total=False):", *lines]) + "\n"
 
@@ -124,7 +126,7 @@ def options(models: dict[type[Fields], set[str]]) -> str:
     """Return the source of the command line's options, a group for each model but its fields that are set otherwise."""
     seen: dict[str, str] = {}
     made = "\n\n".join(_group(model, otherwise, seen) for model, otherwise in models.items())
-    return f'''"""The options of a release and a resume. {MADE_BY}"""
+    return f'''"""The options of a release, a resume and a resize. {MADE_BY}"""
 
 from __future__ import annotations
 
@@ -199,7 +201,7 @@ def _formatted(path: Path, text: str) -> str:
 
 
 MADE = {
-    SERVER / "client" / "keywords.py": partial(keywords, "the clients", (Release, Resume), OTHERWISE),
+    SERVER / "client" / "keywords.py": partial(keywords, "the clients", (Release, Resume, ResizeKvCache), OTHERWISE),
     SERVER / "fleet" / "keywords.py": partial(keywords, "a fleet", (FleetRelease, FleetResume), OTHERWISE_OF_FLEET),
     SERVER / "cli" / "request_options.py": partial(options, OPTIONS),
 }

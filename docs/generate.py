@@ -23,6 +23,7 @@ from pydantic_settings import BaseSettings
 from memsaver_core.contract.requests import Acts, FleetRelease, FleetResume, Release, Resume, acts_of
 from memsaver_core.settings import CoreSettings
 from memsaver_server import Settings, create_app
+from memsaver_server.engine import CachePages
 from memsaver_server.engine.gate import Gate
 from memsaver_server.fleet.operation import FLEET
 from memsaver_server.operation.table import ENGINE, Row, Table
@@ -38,6 +39,15 @@ class _Everything(Gate):
     """Has every optional capability, so that the description has every route. No method is called."""
 
     async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def kv_cache(self) -> CachePages:
+        raise NotImplementedError
+
+    def limit_kv_cache(self, *_arguments: Any, **_options: Any) -> None:
+        raise NotImplementedError
+
+    def resize_kv_cache(self, pages: int) -> None:
         raise NotImplementedError
 
     def update_weights_from_disk(self, *_arguments: Any, **_options: Any) -> int:

@@ -29,7 +29,7 @@ from memsaver_core.contract.errors import (
     UnsupportedError,
 )
 from memsaver_core.contract.policies import DEFAULT_POLICIES, WELL_KNOWN_TAGS, RestorePolicy
-from memsaver_core.contract.reports import DeviceDelta, OperationReport, PhaseReport, TagReport
+from memsaver_core.contract.reports import DeviceDelta, OperationReport, PhaseReport, ResizeReport, TagReport
 from memsaver_core.contract.requests import MemoryRequest
 from memsaver_core.contract.status import (
     CommunicatorStatus,
@@ -61,22 +61,25 @@ if TYPE_CHECKING:
         resume_with,
         status,
     )
+    from memsaver_core.resizing import resize
     from memsaver_core.storages import is_plain
 
 __all__ = [
     "DEFAULT_POLICIES", "WELL_KNOWN_TAGS", "BackupError", "CommunicatorStatus", "ConfigurationError",
     "ContextLostError", "DeviceDelta", "DeviceMemory", "DiskFullError", "DriverError", "ForkedProcessError",
     "GraphPool", "HostBackupStatus", "MemoryRequest", "MemsaverError", "OperationReport", "OutOfDeviceMemoryError",
-    "OutOfHostMemoryError", "PhaseLog", "PhaseReport", "Progress", "RankStatus", "RestorePolicy", "Status",
-    "TagReport", "TagStatus", "TorchMemory", "UnknownTagError", "UnsupportedError", "adopt", "check_tags",
+    "OutOfHostMemoryError", "PhaseLog", "PhaseReport", "Progress", "RankStatus", "ResizeReport", "RestorePolicy",
+    "Status", "TagReport", "TagStatus", "TorchMemory", "UnknownTagError", "UnsupportedError", "adopt", "check_tags",
     "communicators", "configure", "core_settings", "driver_name", "enabled", "give_back_reserved", "graph",
     "graph_memory_bytes", "hibernation_obstacles", "is_plain", "prepare_backup", "read_communicators",
-    "read_devices", "read_torch_memory", "region", "release", "release_with", "reserve_with", "resume",
-    "resume_with", "status", "torch_device",
+    "read_devices", "read_torch_memory", "region", "release", "release_with", "reserve_with", "resize",
+    "resume", "resume_with", "status", "torch_device",
 ]  # fmt: skip
 
 #: The modules that have the other names. They import torch, so that happens at the first use of such a name.
-_LAZY = ("phases", "process", "storages", "regions", "graphs", "hibernation", "device_memory", "release_resume")
+_LAZY = (
+    "phases", "process", "storages", "regions", "graphs", "hibernation", "device_memory", "release_resume", "resizing",
+)  # fmt: skip
 
 if not TYPE_CHECKING:  # else type checkers would accept any name
 

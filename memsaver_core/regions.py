@@ -16,7 +16,9 @@ from memsaver_core.storages import is_plain, rebase
 Adoptable = TypeVar("Adoptable", bound="torch.Tensor | torch.nn.Module | Iterable[torch.Tensor]")
 
 
-def region(tag: str, *, restore: PolicyLike | None = None, device: int | None = None) -> AbstractContextManager[Any]:
+def region(
+    tag: str, *, restore: PolicyLike | None = None, device: int | None = None, chunk_bytes: int = 0
+) -> AbstractContextManager[Any]:
     """Put every tensor that torch allocates inside under ``tag``.
 
     On CUDA a region applies to the thread that enters it; on the host driver also to parameters and buffers of modules
@@ -27,6 +29,9 @@ def region(tag: str, *, restore: PolicyLike | None = None, device: int | None = 
         tag: any name; ``weights``, ``kv_cache``, ``cuda_graph`` and ``workspace`` have default policies.
         restore: what a resume must restore of the content; by default the policy of the tag, else ``discard``.
         device: index of the device; the current one by default (the first on the host driver).
+        chunk_bytes: the memory comes in pieces of at most this size (rounded up to what the driver maps, 2 MiB on
+            CUDA), so that ``resize`` can give a part of it back. Each costs the driver some 60 us in a release with its
+            resume: 32 MiB are a good size. By default pieces are as large as possible.
 
     Raises:
         ConfigurationError: the tag or policy is invalid, or torch is set up in a way that defeats regions.
@@ -39,11 +44,13 @@ def region(tag: str, *, restore: PolicyLike | None = None, device: int | None = 
         tag.encode()
     except UnicodeEncodeError:
         raise ConfigurationError(f"the tag {tag!r} has an unpaired surrogate, which no answer can carry") from None
+    if chunk_bytes < 0:
+        raise ConfigurationError(f"chunk_bytes is a size, not {chunk_bytes}")
     policy = policy_for(tag, restore).value
     if not process.enabled():
         return nullcontext()
     saver = process.saver()
-    return process.backend().region(saver, device, tag, policy)
+    return process.backend().region(saver, device, tag, policy, chunk_bytes)
 
 
 def adopt(obj: Adoptable, tag: str, *, restore: PolicyLike | None = None, device: int | None = None) -> Adoptable:

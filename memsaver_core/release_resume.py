@@ -181,7 +181,7 @@ def resume_with(request: Tagged, *, log: PhaseLog | None = None) -> OperationRep
         with log.phase(Phase.WAKE) as details:
             details.update(hibernation.wake())
     with log.phase(Phase.RESTORE) as details:
-        result = _with_room(process.saver().resume, names)
+        result = with_room(lambda: process.saver().resume(names))
         _note_work(details, result, "restored_bytes")
     return _report("resume", names, result, log)
 
@@ -194,7 +194,7 @@ def reserve_with(request: Tagged) -> None:
     hibernation.raise_if_lost()
     if not process.enabled() or hibernation.is_hibernated():
         return
-    _with_room(process.saver().reserve, names)
+    with_room(lambda: process.saver().reserve(names))
 
 
 def give_back_reserved() -> None:
@@ -259,14 +259,14 @@ def status() -> Status:
     )
 
 
-def _with_room(take: Callable[[list[str]], _T], names: list[str]) -> _T:
-    """Return ``take(names)``, tried again without what torch caches if the device is short."""
+def with_room(take: Callable[[], _T]) -> _T:
+    """Return ``take()``, tried again without what torch caches if the device is short."""
     try:
-        return take(names)
+        return take()
     except OutOfDeviceMemoryError:
         if not process.backend().make_room():
             raise
-        return take(names)
+        return take()
 
 
 def _tags_now(saver: _native.Saver, names: list[str]) -> list[dict[str, Any]]:

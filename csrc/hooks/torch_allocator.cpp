@@ -16,6 +16,7 @@ namespace {
 struct Region {
   std::string tag;
   Restore restore;
+  std::size_t chunk_bytes;
 };
 
 std::atomic<Saver*> saver{nullptr};
@@ -35,7 +36,8 @@ void* allocate(int region, ssize_t bytes, int device) noexcept {
     }
     Saver* const active = active_saver();
     if (active == nullptr) throw Error(ErrorKind::configuration, "memsaver is not set up");
-    return reinterpret_cast<void*>(active->allocate({device, copy.tag, copy.restore}, static_cast<std::size_t>(bytes)));
+    const Arena::Key key{device, copy.tag, copy.restore, copy.chunk_bytes};
+    return reinterpret_cast<void*>(active->allocate(key, static_cast<std::size_t>(bytes)));
   } catch (const Error& error) {
     if (error.kind != ErrorKind::out_of_device_memory) warn(error.what());
   } catch (const std::exception& error) {
@@ -62,19 +64,20 @@ bool free_or_warn(Saver& owner, Address address) noexcept {
   return false;
 }
 
-int allocator_for(const std::string& tag, Restore restore) {
+int allocator_for(const std::string& tag, Restore restore, std::size_t chunk_bytes) {
   const Lock lock(regions_mutex);
   auto& list = regions();
   for (std::size_t i = 0; i < list.size(); ++i) {
-    if (list[i].tag == tag && list[i].restore == restore) return static_cast<int>(i);
+    const Region& each = list[i];
+    if (each.tag == tag && each.restore == restore && each.chunk_bytes == chunk_bytes) return static_cast<int>(i);
   }
   if (list.size() == kAllocators) {
     throw Error(ErrorKind::configuration, "no more than " + std::to_string(kAllocators) +
-                                              " pairs of tag and restore policy can be used in one process")
+                                              " sets of tag, restore policy and chunk size can be used in one process")
         .with_tag(tag)
         .with_advice("use fewer tags");
   }
-  list.push_back({tag, restore});
+  list.push_back({tag, restore, chunk_bytes});
   return static_cast<int>(list.size() - 1);
 }
 

@@ -13,10 +13,10 @@ void set_active_saver(Saver* saver) noexcept;
 // Frees memory of `owner`; nothing in a forked child, which owns none. On failure it warns and returns false.
 bool free_or_warn(Saver& owner, Address address) noexcept;
 
-// torch's pluggable allocator takes C functions without a user argument, so each pair of tag and restore policy has a
-// separate allocation function. Returns the number of that for `tag` and `restore`, memsaver_torch_malloc_<number>; all
-// share memsaver_torch_free. Throws configuration if all kAllocators are in use.
+// torch's pluggable allocator takes C functions without a user argument, so each set of tag, restore policy and chunk
+// size has a separate allocation function. Returns the number of that, memsaver_torch_malloc_<number>; all share
+// memsaver_torch_free. Throws configuration if all kAllocators are in use.
 inline constexpr int kAllocators = 64;
-[[nodiscard]] int allocator_for(const std::string& tag, Restore restore);
+[[nodiscard]] int allocator_for(const std::string& tag, Restore restore, std::size_t chunk_bytes);
 
 }  // namespace memsaver

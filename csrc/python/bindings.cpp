@@ -41,9 +41,9 @@ py::dict to_dict(const TagOutcome& value) {
 
 py::dict to_dict(const TagSnapshot& value) {
   return py::dict(FIELD(tag), FIELD(restore), FIELD(state), FIELD(bytes), FIELD(resident_bytes), FIELD(released_bytes),
-                  FIELD(retained_bytes), FIELD(backed_up_bytes), FIELD(kept_bytes), FIELD(expected_bytes),
-                  FIELD(expected_file_bytes), FIELD(allocations), FIELD(chunks), FIELD(mapped_by_device),
-                  FIELD(bytes_by_device));
+                  FIELD(shrunk_bytes), FIELD(retained_bytes), FIELD(backed_up_bytes), FIELD(kept_bytes),
+                  FIELD(expected_bytes), FIELD(expected_file_bytes), FIELD(allocations), FIELD(chunks),
+                  FIELD(mapped_by_device), FIELD(bytes_by_device), FIELD(shrunk_by_device));
 }
 
 template <typename Tag>
@@ -140,12 +140,18 @@ void bind_constructor(SaverClass& saver, const DriverAdaptor& adapt) {
             "pack"_a = true, "shared_backups"_a = "", "peer_access"_a = false);
 }
 
-py::dict release(Saver& saver, const std::vector<std::string>& tags,
-                 const std::vector<std::pair<Address, std::size_t>>& dead,
-                 const std::map<std::string, std::string>& overrides) {
+using Ranges = std::vector<std::pair<Address, std::size_t>>;
+
+std::vector<RangeSet::Range> to_ranges(const Ranges& pairs) {
   std::vector<RangeSet::Range> ranges;
-  ranges.reserve(dead.size());
-  for (const auto& [address, bytes] : dead) ranges.push_back({address, bytes});
+  ranges.reserve(pairs.size());
+  for (const auto& [address, bytes] : pairs) ranges.push_back({address, bytes});
+  return ranges;
+}
+
+py::dict release(Saver& saver, const std::vector<std::string>& tags, const Ranges& dead,
+                 const std::map<std::string, std::string>& overrides) {
+  const auto ranges = to_ranges(dead);
   std::map<std::string, Restore> policies;
   for (const auto& [tag, restore] : overrides) policies.emplace(tag, parse_restore(restore));
   return dict_of([&] { return saver.release(tags, ranges, policies); });
@@ -155,16 +161,23 @@ void bind_operations(SaverClass& saver) {
   saver
       .def(
           "allocate",
-          [](Saver& self, int device, const std::string& tag, const std::string& restore, std::size_t bytes) {
-            return self.allocate({device, tag, parse_restore(restore)}, bytes);
+          [](Saver& self, int device, const std::string& tag, const std::string& restore, std::size_t bytes,
+             std::size_t chunk_bytes) {
+            return self.allocate({device, tag, parse_restore(restore), chunk_bytes}, bytes);
           },
-          "device"_a, "tag"_a, "restore"_a, "bytes"_a, NoGil())
+          "device"_a, "tag"_a, "restore"_a, "bytes"_a, "chunk_bytes"_a = 0, NoGil())
       .def("free", &Saver::free, "address"_a, NoGil())
       .def("release", &release, "tags"_a, "dead"_a, "overrides"_a)
       .def(
           "resume",
           [](Saver& self, const std::vector<std::string>& tags) { return dict_of([&] { return self.resume(tags); }); },
           "tags"_a)
+      .def(
+          "resize",
+          [](Saver& self, const std::string& tag, const Ranges& unused, double kept) {
+            return dict_of([&] { return self.resize(tag, to_ranges(unused), kept); });
+          },
+          "tag"_a, "unused"_a, "kept"_a)
       .def("reserve", &Saver::reserve, "tags"_a, NoGil())
       .def("give_back_reserved", &Saver::give_back_reserved, NoGil())
       .def("status", [](Saver& self) { return dict_of([&] { return self.status(); }); })
@@ -227,11 +240,11 @@ void activate(const std::shared_ptr<Saver>& saver) {
 class HostBuffer {
  public:
   HostBuffer(std::shared_ptr<Saver> saver, int device, const std::string& tag, const std::string& restore,
-             std::size_t bytes)
+             std::size_t bytes, std::size_t chunk_bytes)
       : saver_(std::move(saver)), bytes_(bytes) {
     const Restore policy = parse_restore(restore);
     const py::gil_scoped_release no_gil;
-    address_ = saver_->allocate({device, tag, policy}, bytes);
+    address_ = saver_->allocate({device, tag, policy, chunk_bytes}, bytes);
   }
   HostBuffer(const HostBuffer&) = delete;
   ~HostBuffer() {
@@ -257,8 +270,8 @@ class HostBuffer {
 
 void bind_host_buffer(py::module_& module) {
   py::class_<HostBuffer>(module, "HostBuffer", py::buffer_protocol())
-      .def(py::init<std::shared_ptr<Saver>, int, const std::string&, const std::string&, std::size_t>(), "saver"_a,
-           "device"_a, "tag"_a, "restore"_a, "bytes"_a)
+      .def(py::init<std::shared_ptr<Saver>, int, const std::string&, const std::string&, std::size_t, std::size_t>(),
+           "saver"_a, "device"_a, "tag"_a, "restore"_a, "bytes"_a, "chunk_bytes"_a)
       .def_property_readonly("address", &HostBuffer::address)
       .def_buffer(&HostBuffer::view);
 }
@@ -296,8 +309,10 @@ void bind_hooks(py::module_& module) {
   module.def("activate", &activate, "saver"_a, "Make this the saver that torch's allocations go to.");
   module.def(
       "allocator_for",
-      [](const std::string& tag, const std::string& restore) { return allocator_for(tag, parse_restore(restore)); },
-      "tag"_a, "restore"_a);
+      [](const std::string& tag, const std::string& restore, std::size_t chunk_bytes) {
+        return allocator_for(tag, parse_restore(restore), chunk_bytes);
+      },
+      "tag"_a, "restore"_a, "chunk_bytes"_a = 0);
   module.def("attach_preload_library", &attach_preload_library, "zeroed_tags"_a,
              "Send the preload library's allocations to the active saver; its path, or an empty string.");
   module.def(

@@ -25,18 +25,20 @@ struct Allocation {
   bool freed = false;         // during that operation; removed at its end
 };
 
-// Owns the account of what is where in the address space of one device, tag and restore policy. Calls no driver and
-// takes no lock; the mutex of its MemoryMap guards it. Every address of its spans is in exactly one of: a live
-// allocation; a free range with memory (in a chunk that another allocation needs); a free range without memory; a range
-// that a caller has taken out, to map or unmap it.
+// Owns the account of what is where in the address space of one device, tag, restore policy and chunk size. Calls no
+// driver and takes no lock; the mutex of its MemoryMap guards it. Every address of its spans is in exactly one of: a
+// live allocation; a free range with memory (in a chunk that another allocation needs); a free range without memory; a
+// range that a caller has taken out, to map or unmap it. A live address without memory is either released, and a resume
+// brings it back, or shrunk, and only a resize does.
 class Arena {
  public:
   struct Key {
     int device;
     std::string tag;
     Restore restore;
+    std::size_t chunk_bytes = 0;  // what no chunk exceeds, nor crosses a multiple of in its allocation; 0: no matter
     friend bool operator<(const Key& a, const Key& b) {
-      return std::tie(a.device, a.tag, a.restore) < std::tie(b.device, b.tag, b.restore);
+      return std::tie(a.device, a.tag, a.restore, a.chunk_bytes) < std::tie(b.device, b.tag, b.restore, b.chunk_bytes);
     }
   };
   struct Place {
@@ -76,7 +78,7 @@ class Arena {
   std::vector<Chunk> remove_allocation(Address address) {
     const auto found = allocations_.find(address);
     const std::size_t bytes = found->second.bytes;
-    clear_released_under(address, bytes);
+    forget_loss(address, bytes);
     allocations_.erase(found);
     live_ -= bytes;
     std::vector<Chunk> unneeded;
@@ -106,20 +108,21 @@ class Arena {
     return found != allocations_.end() && !found->second.freed;
   }
 
-  // Notes that a range has memory again; a resume need restore nothing there any more.
+  // Notes that a range has memory again; neither a resume nor a resize need restore anything there any more.
   void add_chunk(const Chunk& chunk) {
     chunks_.emplace(chunk.address, chunk);
-    clear_released_under(chunk.address, chunk.bytes);
+    forget_loss(chunk.address, chunk.bytes);
   }
-  // Notes that a chunk lost its memory: a resume must restore its live ranges as `restore` says.
-  void drop_chunk(Address address, Restore restore) {
+  // Notes that a chunk lost its memory: a resume must restore its live ranges as `restore` says; if that is nothing,
+  // they are shrunk.
+  void drop_chunk(Address address, std::optional<Restore> restore) {
     const auto found = chunks_.find(address);
     const Chunk chunk = found->second;
     chunks_.erase(found);
-    released_under_[restore].add(chunk.address, chunk.bytes);
+    (restore ? released_under_[*restore] : shrunk_).add(chunk.address, chunk.bytes);
     for (const auto& hole : mapped_.remove(chunk.address, chunk.bytes)) {
       unmapped_.add(hole.begin, hole.bytes);
-      clear_released_under(hole.begin, hole.bytes);
+      forget_loss(hole.begin, hole.bytes);
     }
   }
   // Puts back a chunk that no live allocation needs and that stays mapped: its range is free, with memory.
@@ -133,9 +136,11 @@ class Arena {
   void make_blocks() {
     for (auto& [address, allocation] : allocations_) {
       if (!allocation.blocks.empty()) continue;
-      const auto divide = [begin = address, &blocks = allocation.blocks](Address at, Address end, const Chunk*) {
+      const auto divide = [this, begin = address, &blocks = allocation.blocks](Address at, Address end, const Chunk*) {
         while (at < end) {
-          const std::size_t whole = kBlockBytes - (at - begin) % kBlockBytes;
+          const std::size_t offset = at - begin;
+          std::size_t whole = kBlockBytes - offset % kBlockBytes;
+          if (key_.chunk_bytes != 0) whole = std::min(whole, key_.chunk_bytes - offset % key_.chunk_bytes);
           Block block;
           block.offset = at - begin;
           block.bytes = std::min(whole, end - at);
@@ -149,7 +154,8 @@ class Arena {
   // Returns ranges, each for one chunk, that cover `range`, which has no memory: 64 MiB first, so that a release gives
   // its first memory back after about 1.2 ms of copying, then doubling to 1 GiB. The driver's cost grows with the
   // number of handles (H200: about 9 us create + 21 us access + 15 us unmap + 13 us release each): 64 GiB are mapped in
-  // 64 ms in handles of 32 MiB, in 4 ms in handles of 1 GiB. Beyond that the copies hide it.
+  // 64 ms in handles of 32 MiB, in 4 ms in handles of 1 GiB. Beyond that the copies hide it. A chunk size in the key
+  // goes before all that.
   [[nodiscard]] std::vector<RangeSet::Range> in_chunks(RangeSet::Range range) const {
     constexpr std::size_t first = 64 * kSizeUnit;
     constexpr std::size_t largest = 1024 * kSizeUnit;
@@ -157,7 +163,11 @@ class Arena {
     std::vector<RangeSet::Range> chunks;
     for (std::size_t size = first; range.bytes > 0; size = std::min(2 * size, largest)) {
       std::size_t bytes = range.bytes;
-      if (size < bytes) bytes = block_boundary(range.begin + size) - range.begin;
+      if (key_.chunk_bytes != 0) {
+        bytes = own_chunk(range);
+      } else if (size < bytes) {
+        bytes = block_boundary(range.begin + size) - range.begin;
+      }
       chunks.push_back({range.begin, bytes});
       range.begin += bytes;
       range.bytes -= bytes;
@@ -167,6 +177,10 @@ class Arena {
 
   // Notes that a resume must restore all that is released now as `restore` says.
   void set_released_under(Restore restore) { released_under_ = {{restore, released()}}; }
+  // Returns whether what comes back in a range that has no memory must be zero.
+  [[nodiscard]] bool comes_back_zero(Address address, std::size_t bytes) const {
+    return released_under(Restore::zero, address, bytes) || shrunk_.overlaps(address, bytes);
+  }
   // Returns whether some of the range was released under `restore` and has had no memory since.
   [[nodiscard]] bool released_under(Restore restore, Address address, std::size_t bytes) const {
     const auto ranges = released_under_.find(restore);
@@ -194,7 +208,7 @@ class Arena {
   [[nodiscard]] std::map<Address, Allocation>& allocations() { return allocations_; }
   [[nodiscard]] const std::map<Address, Allocation>& allocations() const { return allocations_; }
   [[nodiscard]] const std::map<Address, Chunk>& chunks() const { return chunks_; }
-  // Returns the live addresses without memory.
+  // Returns the live addresses without memory that are not shrunk.
   [[nodiscard]] RangeSet released() const {
     RangeSet runs;
     for (const auto& [address, allocation] : allocations_) {
@@ -202,8 +216,11 @@ class Arena {
         if (chunk == nullptr) runs.add(begin, end - begin);
       });
     }
+    for (const auto& [begin, bytes] : shrunk_.ranges()) runs.remove(begin, bytes);
     return runs;
   }
+  // Returns the live addresses whose memory a resize gave back.
+  [[nodiscard]] const RangeSet& shrunk() const { return shrunk_; }
   // Returns whether all of the range has memory.
   [[nodiscard]] bool is_mapped(Address address, std::size_t bytes) const {
     bool mapped = true;
@@ -234,7 +251,11 @@ class Arena {
   [[nodiscard]] std::size_t expected_bytes(bool to_file) const {
     std::size_t sum = 0;
     for (const auto& [address, allocation] : allocations_) {
-      if (allocation.blocks.empty() && is_mapped(address, allocation.bytes)) sum += allocation.bytes;
+      if (allocation.blocks.empty()) {
+        for_each_part(address, allocation.bytes, [&](Address begin, Address end, const Chunk* chunk) {
+          if (chunk != nullptr) sum += end - begin;
+        });
+      }
       for (const auto& block : allocation.blocks) {
         if (!is_mapped(address + block.offset, block.bytes)) continue;
         const std::size_t expected = block.expected_for(block.bytes);
@@ -272,8 +293,9 @@ class Arena {
     const auto after = allocations_.lower_bound(chunk.address + chunk.bytes);
     return after != allocations_.begin() && std::prev(after)->first + std::prev(after)->second.bytes > chunk.address;
   }
-  void clear_released_under(Address address, std::size_t bytes) {
+  void forget_loss(Address address, std::size_t bytes) {
     for (auto& [restore, ranges] : released_under_) ranges.remove(address, bytes);
+    shrunk_.remove(address, bytes);
   }
   // Calls `visit(begin, end, chunk)` for each part of a range that lies in one chunk, or in none (null). It may remove
   // that chunk.
@@ -293,6 +315,13 @@ class Arena {
     }
     if (at < end) visit(at, end, nullptr);
   }
+  // Returns the bytes of the chunk at the beginning of a range, in an arena with a chunk size.
+  [[nodiscard]] std::size_t own_chunk(RangeSet::Range range) const {
+    const Allocation* const allocation = allocation_around(range.begin, 1);
+    if (allocation == nullptr) return std::min(key_.chunk_bytes, range.bytes);  // it will begin here, or did before
+    const std::size_t offset = range.begin - allocation->address;
+    return std::min({key_.chunk_bytes - offset % key_.chunk_bytes, allocation->bytes - offset, range.bytes});
+  }
   // Returns the beginning of the block around this address, or the address itself if there is none.
   [[nodiscard]] Address block_boundary(Address address) const {
     const Allocation* const allocation = allocation_around(address, 1);
@@ -311,6 +340,7 @@ class Arena {
   RangeSet mapped_;                             // free, with memory
   RangeSet unmapped_;                           // free, without memory
   std::map<Restore, RangeSet> released_under_;  // by the policy at that time; may include free addresses
+  RangeSet shrunk_;                             // live, and given back by a resize
   std::map<Address, Allocation> allocations_;
   std::map<Address, Chunk> chunks_;
   std::size_t live_ = 0;

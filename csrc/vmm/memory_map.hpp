@@ -89,9 +89,12 @@ class MemoryMap {
     if (tag.bytes == 0) tag.restore = restore;
     if (arena.live_bytes() > 0 && tag.restore != restore) tag.restore = "mixed";
     const std::size_t released = arena.released().total_bytes();
+    const std::size_t shrunk = arena.shrunk().total_bytes();
     tag.bytes += arena.live_bytes();
     tag.released_bytes += released;
-    tag.resident_bytes += arena.live_bytes() - released;
+    tag.shrunk_bytes += shrunk;
+    tag.resident_bytes += arena.live_bytes() - released - shrunk;
+    tag.shrunk_by_device[key.device] += shrunk;
     tag.mapped_by_device[key.device] += arena.mapped_bytes();
     tag.bytes_by_device[key.device] += arena.live_bytes();
     tag.retained_bytes += arena.retained_bytes();

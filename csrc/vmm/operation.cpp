@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <set>
 
 #include "support/cleanup.hpp"
@@ -97,10 +98,12 @@ class Saver::Operation {
   // What an operation does on one device.
   struct Work {
     int device = -1;
-    std::vector<ContentBlock> blocks;               // content to keep or restore
-    std::vector<PlannedChunk> kept;                 // chunks under content
-    std::vector<PlannedChunk> others;               // chunks whose content is not kept
-    std::map<std::string, std::size_t> done_bytes;  // released or mapped, by tag
+    std::vector<ContentBlock> blocks;                 // content to keep or restore
+    std::vector<PlannedChunk> kept;                   // chunks under content
+    std::vector<PlannedChunk> others;                 // chunks whose content is not kept
+    std::vector<PlannedChunk> going;                  // chunks that a resize gives back
+    std::map<std::string, std::size_t> lost_bytes;    // with the driver again, by tag
+    std::map<std::string, std::size_t> gained_bytes;  // mapped, by tag
     std::size_t freed_bytes = 0;
     double first_memory_seconds = 0;
     std::vector<PlannedChunk> acquired;
@@ -122,11 +125,13 @@ class Saver::Operation {
     [[nodiscard]] std::string tags() const {
       std::set<std::string> names;
       for (const auto& planned : chunks()) names.insert(planned.arena->key().tag);
+      for (const auto& planned : going) names.insert(planned.arena->key().tag);
       return joined({names.begin(), names.end()});
     }
     [[nodiscard]] std::size_t bytes() const {
       std::size_t sum = 0;
       for (const auto& planned : chunks()) sum += planned.chunk.bytes;
+      for (const auto& planned : going) sum += planned.chunk.bytes;
       return sum;
     }
   };
@@ -172,10 +177,24 @@ class Saver::Operation {
     }
     for (const auto& [begin, whole] : wanted.ranges()) {
       for (const auto& [at, bytes] : arena.in_chunks({begin, whole})) {
-        const Restore fill = arena.released_under(Restore::zero, at, bytes) ? Restore::zero : Restore::discard;
+        const Restore fill = arena.comes_back_zero(at, bytes) ? Restore::zero : Restore::discard;
         (kept ? work.kept : work.others).push_back({&arena, {at, bytes, Handle{}}, fill});
       }
     }
+  }
+
+  // Returns the parts of `lost`, addresses of an arena, that lie in `chunks`.
+  [[nodiscard]] static RangeSet among(const Arena& arena, const RangeSet& lost,
+                                      const std::vector<PlannedChunk>& chunks) {
+    RangeSet parts;
+    for (const auto& [owner, chunk, restore] : chunks) {
+      for (const auto& [begin, bytes] : lost.ranges()) {
+        const Address from = std::max(begin, chunk.address);
+        const Address to = std::min(begin + bytes, chunk.address + chunk.bytes);
+        if (owner == &arena && from < to) parts.add(from, to - from);
+      }
+    }
+    return parts;
   }
 
   // Does what plan_restore() planned; maps everything before the first content moves if `map_first`. Throws as
@@ -192,7 +211,7 @@ class Saver::Operation {
     for (auto& [index, device] : devices_) {
       for (const auto& planned : device.acquired) {
         planned.arena->add_chunk(planned.chunk);
-        device.done_bytes[planned.arena->key().tag] += planned.chunk.bytes;
+        device.gained_bytes[planned.arena->key().tag] += planned.chunk.bytes;
       }
     }
     for (auto& [index, device] : devices_) device.undo.dismiss();
@@ -218,6 +237,7 @@ class Saver::Operation {
   // Maps the chunks of one device and restores their content. Throws as resume(): `device.undo` undoes it.
   void restore(Work& device, bool map_first) REQUIRES(saver_.backups_.operation_mutex) EXCLUDES(saver_.map_.mutex) {
     const auto chunks = device.chunks();
+    if (chunks.empty()) return;
     std::vector<ChunkRange> ranges;
     for (const auto& [arena, chunk, fill] : chunks) {
       ranges.push_back({arena->key().tag, chunk.address, chunk.bytes, fill == Restore::zero});
@@ -286,8 +306,12 @@ class Saver::Operation {
       result.devices.push_back(index);
       result.first_memory_seconds = std::max(result.first_memory_seconds, device.first_memory_seconds);
       result.work.raise_to(device.seconds);
-      for (const auto& [tag, bytes] : device.done_bytes) {
-        (releasing ? tags[tag].released_bytes : tags[tag].resumed_bytes) += bytes;
+      for (const auto& [tag, bytes] : device.lost_bytes) {
+        tags[tag].released_bytes += bytes;
+        tags[tag].already = false;
+      }
+      for (const auto& [tag, bytes] : device.gained_bytes) {
+        tags[tag].resumed_bytes += bytes;
         tags[tag].already = false;
       }
       for (const auto& content : device.blocks) {
@@ -403,7 +427,7 @@ class Saver::Release final : public Operation {
   // Throws as PhysicalMemory::drop().
   void drop(Work& device, const PlannedChunk& planned) EXCLUDES(saver_.map_.mutex) {
     saver_.physical_.drop(*planned.arena, planned.chunk, planned.restore);
-    device.done_bytes[planned.arena->key().tag] += planned.chunk.bytes;
+    device.lost_bytes[planned.arena->key().tag] += planned.chunk.bytes;
     if (device.freed_bytes < kFirstMemory) device.first_memory_seconds = seconds();
     device.freed_bytes += planned.chunk.bytes;
   }
@@ -420,7 +444,7 @@ class Saver::Release final : public Operation {
         const Lock lock(saver_.map_.mutex);
         for (Arena* const arena : arenas_) {
           const auto device = planned.find(arena->key().device);
-          if (device != planned.end()) plan_restore(*arena, dropped(*arena, device->second.kept));
+          if (device != planned.end()) plan_restore(*arena, among(*arena, arena->released(), device->second.kept));
         }
       }
       restore(false);
@@ -439,20 +463,6 @@ class Saver::Release final : public Operation {
     bool lost = false;
     for (const auto& [index, device] : devices_) {
       for (const auto& [arena, chunk, restore] : device.others) lost |= !arena->is_mapped(chunk.address, chunk.bytes);
-    }
-    return lost;
-  }
-
-  // Returns what live allocations of an arena lost with those of `chunks` that were dropped.
-  [[nodiscard]] static RangeSet dropped(const Arena& arena, const std::vector<PlannedChunk>& chunks) {
-    RangeSet lost;
-    const RangeSet released = arena.released();
-    for (const auto& [owner, chunk, restore] : chunks) {
-      for (const auto& [begin, bytes] : released.ranges()) {
-        const Address from = std::max(begin, chunk.address);
-        const Address to = std::min(begin + bytes, chunk.address + chunk.bytes);
-        if (owner == &arena && from < to) lost.add(from, to - from);
-      }
     }
     return lost;
   }
@@ -534,6 +544,110 @@ class Saver::Reserve final : public Resume {
   }
 };
 
+// Grows first, so that what fails for lack of memory has changed nothing, and then shrinks.
+class Saver::Resize final : public Operation {
+ public:
+  Resize(Saver& saver, const std::vector<RangeSet::Range>& unused, double kept)
+      : Operation(saver, Progress::Operation::none), unused_(unused), kept_(kept) {}
+
+ private:
+  void plan(Arena& arena) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) override {
+    if (arena.released().total_bytes() != 0) {
+      throw Error(ErrorKind::configuration, "memory that is released cannot be resized")
+          .with_advice("resume the tag first; nothing was changed");
+    }
+    const RangeSet used = used_of(arena);
+    Work& work = on(arena.key().device);
+    for (const auto& [address, chunk] : arena.chunks()) {
+      if (!used.overlaps(address, chunk.bytes)) work.going.push_back({&arena, chunk, Restore::zero});
+    }
+    RangeSet coming;
+    for (const auto& [begin, bytes] : arena.shrunk().ranges()) {
+      for (const auto& piece : arena.in_chunks({begin, bytes})) {
+        if (used.overlaps(piece.begin, piece.bytes)) coming.add(piece.begin, piece.bytes);
+      }
+    }
+    plan_restore(arena, coming);
+  }
+
+  // Returns the live addresses of an arena that are not unused.
+  [[nodiscard]] RangeSet used_of(const Arena& arena) const {
+    RangeSet used;
+    for (const auto& [address, allocation] : arena.allocations()) {
+      used.add(address, std::min(allocation.bytes,
+                                 static_cast<std::size_t>(std::ceil(static_cast<double>(allocation.bytes) * kept_))));
+    }
+    for (const auto& [begin, bytes] : unused_) used.remove(begin, bytes);
+    return used;
+  }
+
+  void run() REQUIRES(saver_.backups_.operation_mutex) override {
+    for (const auto& [index, device] : devices_) {
+      if (!device.chunks().empty()) saver_.stacks_.raise(index);
+    }
+    restore(false);
+    try {
+      forget_backups();
+      for (auto& [index, device] : devices_) {
+        if (!device.going.empty()) saver_.driver_->synchronize(index);
+      }
+      on_each_device([&](Work& device) {
+        const Stopwatch watch(device.seconds.driver);
+        for (const auto& [arena, chunk, restore] : device.going) {
+          saver_.physical_.drop(*arena, chunk, std::nullopt);
+          device.lost_bytes[arena->key().tag] += chunk.bytes;
+        }
+      });
+    } catch (const Error&) {
+      undo();
+      throw;
+    }
+  }
+
+  // Gives back the backups of chunks that go: their content ends, and zeros come back.
+  void forget_backups() REQUIRES(saver_.backups_.operation_mutex) EXCLUDES(saver_.map_.mutex) {
+    const Lock lock(saver_.map_.mutex);
+    for (auto& [index, device] : devices_) {
+      for (const auto& [arena, chunk, restore] : device.going) {
+        for (auto& [address, allocation] : arena->allocations()) {
+          for (auto& block : allocation.blocks) {
+            const Address begin = address + block.offset;
+            const bool inside = begin >= chunk.address && begin < chunk.address + chunk.bytes;
+            if (inside) saver_.backups_.give_back(block, index);
+          }
+        }
+      }
+    }
+  }
+
+  // Gives back what was grown, and maps again, with zeros, what was dropped.
+  void undo() REQUIRES(saver_.backups_.operation_mutex) EXCLUDES(saver_.map_.mutex) {
+    if (!saver_.driver_->loss().empty()) return;
+    auto planned = std::exchange(devices_, {});
+    const Cleanup at_end([&] { devices_ = std::move(planned); });  // errors name the tags and bytes of the resize
+    attempt("a resize failed, and what it had brought back stays", [&] {
+      for (const auto& [index, device] : planned) {
+        for (const auto& [arena, chunk, restore] : device.acquired) {
+          saver_.physical_.drop(*arena, chunk, std::nullopt);
+        }
+      }
+    });
+    attempt("a resize failed, and what it had given back stays so until the next one",
+            [&]() REQUIRES(saver_.backups_.operation_mutex) {
+              {
+                const Lock lock(saver_.map_.mutex);
+                for (Arena* const arena : arenas_) {
+                  plan_restore(*arena, among(*arena, arena->shrunk(), planned.at(arena->key().device).going));
+                }
+              }
+              restore(false);
+            });
+  }
+
+  const std::vector<RangeSet::Range>& unused_;
+  const double kept_;
+};
+
 // Samples resident content of policy `host` that has no backup yet. Moves nothing.
 class Saver::Expectation final : public Operation {
  public:
@@ -567,6 +681,10 @@ OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Ran
 }
 
 OperationResult Saver::resume(const Tags& tags) { return Resume(*this).perform(tags); }
+
+OperationResult Saver::resize(const std::string& tag, const std::vector<RangeSet::Range>& unused, double kept) {
+  return Resize(*this, unused, kept).perform({tag});
+}
 
 void Saver::reserve(const Tags& tags) { (void)Reserve(*this).perform(tags); }
 

@@ -99,9 +99,9 @@ class PhysicalMemory {
       throw error.with_tag(key.tag).with_device(device).with_bytes(bytes);
     }
   }
-  // Unmaps and releases a chunk, whose live ranges a resume must restore as `restore` says. Throws driver errors: the
-  // chunk is as it was, or unmapped with its handle an orphan.
-  void drop(Arena& arena, const Chunk& chunk, Restore restore) EXCLUDES(map_.mutex) {
+  // Unmaps and releases a chunk, whose live ranges a resume must restore as `restore` says, or none if that is nothing.
+  // Throws driver errors: the chunk is as it was, or unmapped with its handle an orphan.
+  void drop(Arena& arena, const Chunk& chunk, std::optional<Restore> restore) EXCLUDES(map_.mutex) {
     const int device = arena.key().device;
     try {
       driver_.unmap(device, chunk.address, chunk.bytes);

@@ -14,6 +14,7 @@ struct TagSnapshot {
   std::size_t bytes = 0;
   std::size_t resident_bytes = 0;
   std::size_t released_bytes = 0;
+  std::size_t shrunk_bytes = 0;    // given back by a resize, and by no resume brought back
   std::size_t retained_bytes = 0;  // mapped, but in no live allocation
   std::size_t backed_up_bytes = 0;
   std::size_t kept_bytes = 0;           // what these backups take: less if they are packed, nothing for zeros
@@ -23,6 +24,7 @@ struct TagSnapshot {
   std::size_t chunks = 0;
   std::map<int, std::size_t> mapped_by_device;  // retained bytes included
   std::map<int, std::size_t> bytes_by_device;   // live bytes, mapped or not
+  std::map<int, std::size_t> shrunk_by_device;
 };
 
 struct SaverStatus {

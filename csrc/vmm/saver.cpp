@@ -37,8 +37,8 @@ Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
     physical_.retry(false);
     add_device(key.device);
     Lock lock(map_.mutex);
-    Arena& arena = map_.arena_for(key);
     const DeviceInfo& info = map_.info_of(key.device);
+    Arena& arena = map_.arena_for({key.device, key.tag, key.restore, round_up(key.chunk_bytes, info.granularity)});
     bytes = round_up(std::max<std::size_t>(bytes, 1), info.granularity);
     std::optional<Arena::Place> place;
     while (!(place = arena.take(bytes))) {
@@ -49,7 +49,8 @@ Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
     std::vector<Chunk> chunks;
     if (!place->mapped) {
       const RangeSet::Range range{place->address, bytes};
-      const auto ranges = keeps_content(key.restore) ? arena.in_chunks(range) : std::vector{range};
+      const bool divided = keeps_content(key.restore) || key.chunk_bytes != 0;
+      const auto ranges = divided ? arena.in_chunks(range) : std::vector{range};
       lock.unlock();
       chunks = acquire(arena, ranges);
       lock.lock();
@@ -122,8 +123,9 @@ void Saver::drop_resident(const Tags& tags) {
   const Lock lock(map_.mutex);
   for (Arena* const arena : map_.select(tags)) {
     for (auto& [address, allocation] : arena->allocations()) {
-      if (!arena->is_mapped(address, allocation.bytes)) continue;
-      for (auto& block : allocation.blocks) backups_.give_back(block, arena->key().device);
+      for (auto& block : allocation.blocks) {
+        if (arena->is_mapped(address + block.offset, block.bytes)) backups_.give_back(block, arena->key().device);
+      }
     }
   }
 }

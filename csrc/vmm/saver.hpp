@@ -16,9 +16,9 @@ namespace memsaver {
 //
 // Promises. The address of a live allocation never changes. After every call, failed or not, each chunk is either
 // mapped with its content, or released with what its restore policy needs; a failed call can be repeated, and its
-// opposite works. Functions may be called from any thread. Operations (release, resume) run one at a time; allocations
-// and status do not wait for them. Every function that is not noexcept throws forked in a forked child. Those that use
-// a device throw context_lost once the context is lost.
+// opposite works. Functions may be called from any thread. Operations (release, resume, resize) run one at a time;
+// allocations and status do not wait for them. Every function that is not noexcept throws forked in a forked child.
+// Those that use a device throw context_lost once the context is lost.
 class Saver {
  public:
   using Tags = MemoryMap::Tags;  // empty: all tags; unknown ones are ignored
@@ -28,7 +28,8 @@ class Saver {
   // Gives everything back; nothing in a forked child, which shares the device memory of its parent.
   ~Saver();
 
-  // Returns memory with undefined content, whatever state its tag is in. Throws driver errors: nothing has changed.
+  // Returns memory with undefined content, whatever state its tag is in, mapped in pieces of at most the key's chunk
+  // size (rounded up to the device's granularity). Throws driver errors: nothing has changed.
   [[nodiscard]] Address allocate(const Arena::Key& key, std::size_t bytes);
   // Ends an allocation, released or not, after synchronizing the device. If the driver fails to unmap, the memory stays
   // mapped until the next release. Throws configuration if `address` is not that of a live allocation.
@@ -44,6 +45,13 @@ class Saver {
   // Brings back everything released under `tags`, with the content that its policies promise. Throws driver errors,
   // out_of_host_memory or backup: all of it stays released with its backups.
   OperationResult resume(const Tags& tags);
+  // Gives back the chunks of `tag` in which nothing but `unused` ranges is live, brings back with zeros the others that
+  // an earlier resize gave back, and leaves all else as it is. Besides `unused`, all behind the first `kept` (0 to 1)
+  // of each allocation is unused. Synchronizes the devices before anything is unmapped; nothing may use the unused
+  // ranges until a resize keeps them again, or their allocation is freed. A release passes over what is given back, and
+  // so does its resume. Throws configuration if some of the tag is released: nothing has changed. Throws driver errors:
+  // undone, with zeros in what was unused, unless the undo fails; then what was given back stays so.
+  OperationResult resize(const std::string& tag, const std::vector<RangeSet::Range>& unused, double kept);
   // Takes the device memory that a resume of `tags` needs, in place of what was reserved before. The next resume uses
   // it, so that memory cannot run out, and gives back what it did not use. Throws driver errors: nothing is reserved.
   void reserve(const Tags& tags);
@@ -94,6 +102,7 @@ class Saver {
   class Release;
   class Resume;
   class Reserve;
+  class Resize;
   class Expectation;
 
   // Throws forked in a forked child. Call it before any lock is taken: the parent may have held it when it forked.

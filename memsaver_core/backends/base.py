@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -41,7 +41,9 @@ class Backend:
     def prepare(self) -> None:
         """Do what must precede the making of the saver."""
 
-    def region(self, saver: _native.Saver, device: int | None, tag: str, restore: str) -> AbstractContextManager[Any]:
+    def region(
+        self, saver: _native.Saver, device: int | None, tag: str, restore: str, chunk_bytes: int
+    ) -> AbstractContextManager[Any]:
         """Return a context in which torch allocates under ``tag``. ``device`` None: the current one, else the first."""
         return nullcontext()
 
@@ -60,7 +62,11 @@ class Backend:
         return False
 
     def note_release(self, tags: Sequence[str]) -> None:
-        """Note that ``tags`` were released: torch's free blocks in them must not be handed out again."""
+        """Note that ``tags`` were released or shrunk: torch's free blocks in them must not be handed out again."""
+
+    def ends(self, saver: _native.Saver, storages: Iterable[torch.UntypedStorage]) -> dict[int, int]:
+        """Return, by the address of each storage, where the memory ends that is its alone."""
+        return {storage.data_ptr(): storage.data_ptr() + storage.nbytes() for storage in storages}
 
     def dead_ranges(self, saver: _native.Saver) -> list[tuple[int, int]]:
         """Return (address, bytes) of the saver's memory that torch's allocator holds free, in address order."""

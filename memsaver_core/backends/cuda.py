@@ -8,7 +8,7 @@ import os
 import pathlib
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
@@ -39,8 +39,8 @@ class CudaBackend(Backend):
         super().__init__()
         self._lock = threading.Lock()
         self._allocators: dict[int, torch.cuda.memory.CUDAPluggableAllocator] = {}
-        #: By device, tag, policy and whether the tag is released, with the number of releases before it was made.
-        self._pools: dict[tuple[int, str, str, bool], tuple[int, Pool]] = {}
+        #: By device, tag, policy, chunk size and whether the tag lacks memory, with the releases before it was made.
+        self._pools: dict[tuple[int, str, str, int, bool], tuple[int, Pool]] = {}
         self._region_pool_ids: set[tuple[int, ...]] = set()
         self._releases: Counter[str] = Counter()
 
@@ -50,8 +50,10 @@ class CudaBackend(Backend):
     def prepare(self) -> None:
         _native.set_nvrtc_path(_nvrtc_path())
 
-    def region(self, saver: _native.Saver, device: int | None, tag: str, restore: str) -> AbstractContextManager[Any]:
-        return CudaRegion(self._stack, device, lambda index: self.pool_for(saver, index, tag, restore))
+    def region(
+        self, saver: _native.Saver, device: int | None, tag: str, restore: str, chunk_bytes: int
+    ) -> AbstractContextManager[Any]:
+        return CudaRegion(self._stack, device, lambda index: self.pool_for(saver, index, tag, restore, chunk_bytes))
 
     def outside_regions(self, *, own_pool: bool = False) -> AbstractContextManager[Any]:
         return OutsideRegions(self._stack, own_pool)
@@ -65,20 +67,20 @@ class CudaBackend(Backend):
         with self._lock:
             return self._new_pool(torch.cuda.current_device(), tag, restore)
 
-    def pool_for(self, saver: _native.Saver, device: int, tag: str, restore: str) -> Pool:
+    def pool_for(self, saver: _native.Saver, device: int, tag: str, restore: str, chunk_bytes: int = 0) -> Pool:
         """Return the pool that a region allocates from now."""
-        released = any(each["tag"] == tag and each["released_bytes"] > 0 for each in saver.status()["tags"])
-        key = (device, tag, restore, released)
+        lacking = any(each["tag"] == tag and each["resident_bytes"] < each["bytes"] for each in saver.status()["tags"])
+        key = (device, tag, restore, chunk_bytes, lacking)
         with self._lock:
-            # torch may hold free blocks in segments that are released now, and would hand them out without asking us.
-            # So allocations made while the tag is released come from a pool that has none.
-            epoch = self._releases[tag] if released else 0
-            if not released:
+            # torch may hold free blocks in segments that lack memory now, and would hand them out without asking us. So
+            # allocations made while the tag is released or shrunk come from a pool that has none.
+            epoch = self._releases[tag] if lacking else 0
+            if not lacking:
                 # Its free segments go back to the driver with it; those in use stay until their tensors end.
-                self._pools.pop((device, tag, restore, True), None)
+                self._pools.pop((*key[:-1], True), None)
             present = self._pools.get(key)
             if present is None or present[0] != epoch:
-                present = self._pools[key] = (epoch, self._new_pool(device, tag, restore))
+                present = self._pools[key] = (epoch, self._new_pool(device, tag, restore, chunk_bytes))
                 self._region_pool_ids.add(present[1].id)
             return present[1]
 
@@ -105,6 +107,17 @@ class CudaBackend(Backend):
                     dead.append((address, block["size"]))
                 address += block["size"]
         return sorted(dead)
+
+    def ends(self, saver: _native.Saver, storages: Iterable[torch.UntypedStorage]) -> dict[int, int]:
+        wanted = {storage.data_ptr() for storage in storages}
+        ends = {}
+        for segment in torch.cuda.memory_snapshot():
+            address = segment["address"]
+            for block in segment["blocks"]:
+                if address in wanted:
+                    ends[address] = address + block["size"]
+                address += block["size"]
+        return ends
 
     def make_room(self) -> bool:
         torch.cuda.empty_cache()
@@ -159,8 +172,8 @@ class CudaBackend(Backend):
             if one != other and _native.reaches(one, address)
         )
 
-    def _new_pool(self, device: int, tag: str, restore: str) -> Pool:
-        number = _native.allocator_for(tag, restore)
+    def _new_pool(self, device: int, tag: str, restore: str, chunk_bytes: int = 0) -> Pool:
+        number = _native.allocator_for(tag, restore, chunk_bytes)
         allocator = self._allocators.get(number)
         if allocator is None:
             if self.has_host_memory(device):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+import torch
 
 from memsaver_core import _native
 from memsaver_core.backends.base import Backend
@@ -20,8 +22,14 @@ class HostBackend(Backend):
 
     name = "host"
 
-    def region(self, saver: _native.Saver, device: int | None, tag: str, restore: str) -> AbstractContextManager[Any]:
-        return HostRegion(saver, self._stack, device or 0, tag, restore)
+    def region(
+        self, saver: _native.Saver, device: int | None, tag: str, restore: str, chunk_bytes: int
+    ) -> AbstractContextManager[Any]:
+        return HostRegion(saver, self._stack, device or 0, tag, restore, chunk_bytes)
+
+    def ends(self, saver: _native.Saver, storages: Iterable[torch.UntypedStorage]) -> dict[int, int]:
+        unit = saver.device_info(0)["granularity"]  # of an allocation, which has one storage
+        return {begin: end + -end % unit for begin, end in super().ends(saver, storages).items()}
 
     @contextmanager
     def outside_regions(self, *, own_pool: bool = False) -> Iterator[None]:

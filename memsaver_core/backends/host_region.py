@@ -27,17 +27,18 @@ _UNDEFINED = {
 
 
 class HostRegion(TorchDispatchMode):
-    """Moves what is allocated inside to the arena of ``device`` for ``tag`` and ``restore``. torch's dispatcher calls
-    this mode for each operator in the thread that entered it. Parameters and buffers that reach a module without it,
-    from a file or other threads, are noted by torch's registration hooks, and move when the region ends."""
+    """Moves what is allocated inside to the arena of these arguments. torch's dispatcher calls this mode for each
+    operator in the thread that entered it. Parameters and buffers that reach a module without it, from a file or other
+    threads, are noted by torch's registration hooks, and move when the region ends."""
 
-    def __init__(self, saver: _native.Saver, stack: Stack, device: int, tag: str, restore: str) -> None:
+    def __init__(
+        self, saver: _native.Saver, stack: Stack, device: int, tag: str, restore: str, chunk_bytes: int
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._saver = saver
         self._stack = stack
-        self._device = device
-        self._tag = tag
-        self._restore = restore
+        self._arena = (device, tag, restore)
+        self._chunk_bytes = chunk_bytes
         self._filled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules that got a tensor inside
         self._hooks: list[Any] = []
 
@@ -88,7 +89,7 @@ class HostRegion(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage._cdata in storages:
                     continue
-                buffer = _native.HostBuffer(self._saver, self._device, self._tag, self._restore, storage.nbytes())
+                buffer = _native.HostBuffer(self._saver, *self._arena, storage.nbytes(), self._chunk_bytes)
                 moved = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
                 if copy:
                     moved.copy_(storage, non_blocking=False)

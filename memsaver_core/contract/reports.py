@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from memsaver_core.contract.model import Model
-from memsaver_core.contract.status import PreparedState
+from memsaver_core.contract.status import KvCacheAnswer, PreparedState
 
 #: The statuses of an operation. ``draining``, ``waiting``, ``moving`` and ``finishing`` are all ``running`` to callers.
 OperationStatus = Literal["queued", "running", "prepared", "succeeded", "failed", "cancelled"]
@@ -75,6 +75,18 @@ class OperationReport(Model):
     tags: tuple[TagReport, ...] = Field(default=(), description="of each requested tag; of all if none was named")
     phases: tuple[PhaseReport, ...] = Field(default=(), description="its steps, in the order in which they ran")
     devices: tuple[MeteredDelta, ...] = Field(default=(), description="before and after the whole call")
+
+
+class ResizeReport(Model):
+    """What a resize of a tag did."""
+
+    tag: str
+    enabled: bool = Field(default=True, description="false if memsaver is disabled and the call was a no-op")
+    seconds: float = Field(default=0.0, description="duration of the work on the memory")
+    bytes: int = Field(default=0, description="live bytes under the tag, on all devices, mapped or not")
+    shrunk_bytes: int = Field(default=0, description="of these, given back to the driver now")
+    released_bytes: int = Field(default=0, description="that this resize gave back")
+    resumed_bytes: int = Field(default=0, description="that this resize mapped again")
 
 
 class OperationAnswer(OperationReport):
@@ -229,6 +241,14 @@ class OperationStatusAnswer(Model):
 
 class OperationsAnswer(Model):
     operations: tuple[OperationStatusAnswer, ...]
+
+
+class ResizedAnswer(KvCacheAnswer):
+    """The KV cache after it was resized."""
+
+    success: Literal[True] = True
+    message: str
+    seconds: float = Field(description="How long that took, with the wait for requests.")
 
 
 class MessageAnswer(Model):

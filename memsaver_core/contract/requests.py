@@ -27,6 +27,9 @@ STATES: dict[Verb, Literal["released", "resident"]] = {"release": "released", "r
 #: What a drain does to requests in flight: ``wait`` until they end; ``abort`` them, each with its output so far;
 #: ``keep`` (freeze) them until admission opens.
 DrainMode = Literal["wait", "abort", "keep"]
+#: What a resize of the KV cache does to requests that use what goes: ``wait`` until they end; ``preempt`` them, so that
+#: they are computed again.
+CacheMode = Literal["wait", "preempt"]
 #: ``all``: every selected engine or none; ``best_effort``: what can be done, and the rest is listed.
 FleetMode = Literal["all", "best_effort"]
 
@@ -195,6 +198,34 @@ class Resume(_Operation):
 
 
 Asked = Release | Resume
+
+_Cache = Acts("service", fleet="a fleet resizes no KV cache; send this to an engine")
+
+
+class ResizeKvCache(Fields):
+    """Makes an engine's KV cache smaller or larger while it serves, to one of ``bytes``, ``fraction``, ``tokens``."""
+
+    bytes: Annotated[Annotated[int, Field(ge=1, lt=1 << 63), _IsNumber] | None, _Cache] = Field(
+        default=None, description="At most so much device memory."
+    )
+    fraction: Annotated[Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), _IsNumber] | None, _Cache] = Field(
+        default=None, description="At most so much of the largest size; 1 is all of it."
+    )
+    tokens: Annotated[Annotated[int, Field(ge=1, lt=1 << 63), _IsNumber] | None, _Cache] = Field(
+        default=None, description="Room for at least so many tokens."
+    )
+    mode: Annotated[CacheMode, _Cache] = Field(
+        default="wait", description="Requests that use what goes: wait for their end, or preempt them."
+    )
+    timeout_s: Annotated[Seconds | None, _Cache] = Field(
+        default=None, description="Deadline of that; by default MEMSAVER_DRAIN_TIMEOUT_S."
+    )
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if sum(each is not None for each in (self.bytes, self.fraction, self.tokens)) != 1:
+            raise ValueError("send one of bytes, fraction and tokens")
+        return self
 
 
 # -- of a fleet -----------------------------------------------------------------------------------------------------

@@ -62,6 +62,9 @@ class TagOccupation(Model):
     bytes: int = Field(description="live bytes, on all devices, mapped or not")
     resident_bytes: int = Field(description="live bytes that are mapped")
     released_bytes: int = Field(description="live bytes that are released")
+    shrunk_bytes: int = Field(
+        default=0, description="live bytes that a resize gave back; only a resize brings them back"
+    )
     retained_bytes: int = Field(description="mapped bytes that no live allocation uses: free ranges in shared chunks")
     backed_up_bytes: int = Field(description="live content with a backup in host memory or on disk")
     kept_bytes: int = Field(default=0, description="what these backups take: less if packed, nothing for zeros")
@@ -74,6 +77,7 @@ class TagStatus(TagOccupation):
 
     mapped_by_device: Mapping[int, int] = {}  # mapped bytes, retained too, by device index
     bytes_by_device: Mapping[int, int] = {}  # live bytes, mapped or not, by device index
+    shrunk_by_device: Mapping[int, int] = {}  # live bytes that a resize gave back, by device index
     expected_bytes: int = 0  # host memory that a backup of what is resident is expected to take besides; 0 while busy
     expected_file_bytes: int = 0  # likewise, of space in files if its policy is ``file``
 
@@ -225,6 +229,19 @@ class OccupationAnswer(Model):
     host_id: str = Field(default="", description="Of the machine, until it starts anew; empty for a fleet.")
     host_bytes: int = Field(default=0, description="Memory of the machine, of a fleet that of all its machines.")
     ranks: tuple[RankStatus, ...] = ()
+
+
+class KvCacheAnswer(Model):
+    """The KV cache of an engine now. Sizes are bytes of device memory that its pages take, in all layers together."""
+
+    bytes: int = Field(description="The size of the cache.")
+    used_bytes: int = Field(description="Of it, what requests in flight use.")
+    smallest_bytes: int = Field(description="The smallest size now for which no request has to end or be preempted.")
+    largest_bytes: int = Field(description="The largest size now, with what the device has free.")
+    full_bytes: int = Field(description="The size with which the engine began.")
+    tokens: int = Field(description="Room for so many tokens.")
+    page_bytes: int
+    page_tokens: int
 
 
 class MemberRow(Model):

@@ -109,7 +109,8 @@ def device_rooms(tags: Iterable[TagStatus], status: Status, devices: Iterable[De
         one = len(tag.bytes_by_device) == 1
         for index, size in tag.bytes_by_device.items():
             if tag.released_bytes and size:
-                needed[index] += tag.released_bytes if one else max(0, size - tag.mapped_by_device.get(index, 0))
+                there = tag.mapped_by_device.get(index, 0) + tag.shrunk_by_device.get(index, 0)
+                needed[index] += tag.released_bytes if one else max(0, size - there)
     free = {device.index: device.total_bytes - device.used_bytes for device in devices}
     return [
         DeviceRoom(index=index, needed_bytes=max(0, size), free_bytes=free.get(index, 0))

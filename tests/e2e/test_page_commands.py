@@ -149,6 +149,17 @@ def test_the_calls_of_the_reference(terminal: Terminal) -> None:
     assert "resumed" in printed[4]
 
 
+def test_a_kv_cache_that_grows_and_shrinks(terminal: Terminal) -> None:
+    served, *calls = commands(blocks(ROOT / "docs/elastic.md", "console")[0])
+    terminal.type(served.partition(" &")[0])
+    terminal.settings["MEMSAVER_URL"] = terminal.here("localhost:30000")
+    shown, half, preempted, whole = (terminal.type(line) for line in calls)
+    assert "largest now" in shown
+    assert "the KV cache has 30.0 MiB instead of 60.0 MiB" in half
+    assert '"success":true' in preempted
+    assert "the KV cache has 60.0 MiB instead of 24.0 MiB" in whole
+
+
 def test_a_training_step_in_curl(tmp_path: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("there is no curl")

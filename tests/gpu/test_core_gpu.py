@@ -193,6 +193,43 @@ def test_a_reading_where_nvml_fails_is_the_drivers(tag: str, monkeypatch: pytest
     del data
 
 
+def test_the_tail_of_a_cache_goes_and_comes_back(tag: str) -> None:
+    """The driver's count and NVML's fall and rise by it while kernels use the rest."""
+    with ms.region(tag, restore="zero", chunk_bytes=32 * MIB):
+        caches = [torch.ones(500 * MIB, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    pointers = [cache.data_ptr() for cache in caches]
+    kept = 256 * MIB
+    for _ in range(3):
+        before, free = used_bytes(), process.saver().memory_info(0)[0]
+        gone = ms.resize(tag, unused=[cache[kept:] for cache in caches]).released_bytes
+        assert gone == 4 * (500 * MIB - kept)
+        assert before - used_bytes() >= gone - SLACK
+        assert process.saver().memory_info(0)[0] - free >= gone - SLACK
+        for cache in caches:
+            cache[:kept].add_(1)
+        assert ms.resize(tag, fraction=1).resumed_bytes == gone
+        assert abs(used_bytes() - before) <= SLACK
+        assert all(not cache[kept:].any() for cache in caches)
+        for cache in caches:
+            cache[kept:].fill_(1)
+    assert all(bool((cache[:kept] == 4).all()) for cache in caches)
+    assert pointers == [cache.data_ptr() for cache in caches]
+
+
+def test_memory_made_while_a_tag_is_shrunk_is_whole(tag: str) -> None:
+    """torch keeps the blocks of freed tensors, some of them without memory, and hands none of those out."""
+    with ms.region(tag, restore="zero", chunk_bytes=2 * MIB):
+        tensors = [torch.ones(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    ms.resize(tag, fraction=0.5)
+    del tensors[1:]
+    gc.collect()
+    with ms.region(tag, restore="zero", chunk_bytes=2 * MIB):
+        tensors += [torch.ones(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(3)]
+    assert all(bool((tensor == 1).all()) for tensor in tensors[1:])
+    ms.resize(tag, fraction=1)
+    assert bool((tensors[0][: 32 * MIB] == 1).all())
+
+
 def test_memory_does_not_creep_with_churn(tag: str) -> None:
     """Ranges freed inside shared chunks are reused; what is retained is accounted for, and a release frees it."""
     with ms.region(tag):

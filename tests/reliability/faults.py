@@ -62,6 +62,11 @@ RESERVING = {
     "create": ("invalid_value", "out_of_memory"),
     **dict.fromkeys(("release", "memory_info"), ("invalid_value",)),
 }
+RESIZING = {
+    **dict.fromkeys(("create", "map", "allow_access"), ("invalid_value",)),
+    **dict.fromkeys(("fill_zero", "record", "wait"), ("invalid_value",)),
+    **UNDO,
+}
 DROPPING = {"unregister_host": ("invalid_value",), "thread": (errno.EAGAIN,), "fallocate": (errno.EIO,)}
 
 

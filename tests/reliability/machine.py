@@ -34,6 +34,7 @@ from tests.reliability.faults import (
     RELEASING,
     RELEASING_IN_PART,
     RESERVING,
+    RESIZING,
     RESUMING,
     UNDO,
     Fault,
@@ -62,6 +63,8 @@ KINDS = (
     ("b", "file", 1),
 )
 TAGS = ("weights", "kv_cache", "a", "b")
+#: The tag whose memory comes in pieces of this size.
+CHUNKED, CHUNK = "kv_cache", 4 * PAGE
 #: Calls that only a release or a resume makes: while it is held there, everything else must continue.
 HOLDS = ("copy_to_host", "copy_to_device", "fill_zero", "digest", "pack", "unpack", "record", "wait")
 HOLD_SECONDS = 60.0
@@ -247,6 +250,36 @@ class Machine(RuleBasedStateMachine):
             self._release(tags, {}, [])
         self._resume(tags, faults)
 
+    @rule(
+        tag=st.just(CHUNKED) | st.sampled_from(TAGS),
+        fraction=st.sampled_from((0, 0.3, 0.5, 1)),
+        faults=st.just([]) | faults_of(RESIZING),
+    )
+    @step
+    def resize(self, tag: str, fraction: float, faults: list[Fault]) -> None:
+        before = self._selected([tag])
+        released = any(memory.released_bytes for memory in before)
+        shrunk = sum(int(np.count_nonzero(memory.shrunk)) for memory in before)
+        short = any(shrunk * PAGE > free for free in self._free_bytes().values())
+        done = False
+        with self._failing(faults):
+            try:
+                ms.resize(tag, fraction=fraction)
+                done = True
+            except ms.ConfigurationError:
+                assert released
+            except ms.OutOfDeviceMemoryError:
+                if not short and not self.faults.met():
+                    raise
+            finally:
+                here = mapped_pages(process.saver().left_mapped())
+                for memory in before if not released else ():
+                    unused = np.arange(memory.pages) * PAGE >= fraction * memory.bytes
+                    memory.be_resized(unused, here(memory), done=done)
+        assert not (done and released)
+
+    resize_as_often = resize  # one rule per name
+
     @rule(tags=tags_of_a_call, give_back=st.booleans(), faults=st.just([]) | faults_of(RESERVING))
     @step
     def reserve(self, tags: list[str], give_back: bool, faults: list[Fault]) -> None:
@@ -290,7 +323,7 @@ class Machine(RuleBasedStateMachine):
         memory = self._pick([memory for memory in self.memories if memory.released_bytes], which)
         if memory is None:
             return
-        page = self._pick(np.flatnonzero(~memory.here).tolist(), page)
+        page = self._pick(np.flatnonzero(memory.released).tolist(), page)
         if np.array_equal(memory.expected[page], COMMON[page]):
             return  # in a store, this backup may be that of other memory, too
         kept = process.saver().backup_of(memory.address + page * PAGE, PAGE, 0)
@@ -452,7 +485,7 @@ class Machine(RuleBasedStateMachine):
         """Whether the allocation succeeded. ``free``: at least this much was free."""
         tag, policy, device = kind
         try:
-            with ms.region(tag, restore=policy, device=device):
+            with ms.region(tag, restore=policy, device=device, chunk_bytes=CHUNK if tag == CHUNKED else 0):
                 tensor = torch.empty(pages * PAGE, dtype=torch.uint8)
         except ms.OutOfDeviceMemoryError as error:
             if error.device == device and (pages * PAGE > free or self.faults.met()):
@@ -590,8 +623,9 @@ class Machine(RuleBasedStateMachine):
 
     def _compare(self, tag: ms.TagStatus) -> None:
         memories = [memory for memory in self.memories if memory.tag == tag.tag]
-        expected = (sum(memory.bytes for memory in memories), sum(memory.released_bytes for memory in memories))
-        assert (tag.bytes, tag.released_bytes) == expected, tag
+        shrunk = sum(int(np.count_nonzero(memory.shrunk)) for memory in memories) * PAGE
+        expected = (sum(memory.bytes for memory in memories), sum(memory.released_bytes for memory in memories), shrunk)
+        assert (tag.bytes, tag.released_bytes, tag.shrunk_bytes) == expected, tag
 
     @invariant()
     def the_saver_agrees(self) -> None:

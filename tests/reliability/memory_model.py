@@ -28,6 +28,7 @@ class Memory:
     sure: np.ndarray  # pages with expected content
     or_zeros: np.ndarray = field(init=False)  # zeros are allowed instead: a failed release may have owed them
     here: np.ndarray = field(init=False)  # resident pages
+    shrunk: np.ndarray = field(init=False)  # pages that a resize gave back
     #: Released pages that a resume cannot restore, or perhaps cannot, because their backup was changed.
     damaged: np.ndarray = field(init=False)
     perhaps_damaged: np.ndarray = field(init=False)
@@ -36,7 +37,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         self.here = np.ones(self.pages, bool)
-        for name in ("or_zeros", "damaged", "perhaps_damaged"):
+        for name in ("or_zeros", "shrunk", "damaged", "perhaps_damaged"):
             setattr(self, name, np.zeros(self.pages, bool))
 
     @property
@@ -52,8 +53,12 @@ class Memory:
         return self.pages * PAGE
 
     @property
+    def released(self) -> np.ndarray:
+        return ~(self.here | self.shrunk)
+
+    @property
     def released_bytes(self) -> int:
-        return int(np.count_nonzero(~self.here)) * PAGE
+        return int(np.count_nonzero(self.released)) * PAGE
 
     def content(self) -> np.ndarray:
         """Its pages. Touching those that are not resident crashes the process."""
@@ -78,12 +83,12 @@ class Memory:
 
     def give_up(self, policy: str) -> None:
         """Released pages are owed what this policy says, instead of content."""
-        self.owe(policy, ~self.here)
+        self.owe(policy, self.released)
         self.damaged[:] = self.perhaps_damaged[:] = False
         self.told = self.perhaps_told = False
 
     def may_give_up(self, policy: str) -> None:
-        self.may_owe(policy, ~self.here)
+        self.may_owe(policy, self.released)
         self.perhaps_damaged |= self.damaged
         self.damaged[:] = False
         self.told, self.perhaps_told = False, self.told or self.perhaps_told
@@ -95,8 +100,17 @@ class Memory:
         self.told |= bool(told.any())
         return bool((told & (self.damaged | self.perhaps_damaged)).any())
 
+    def be_resized(self, unused: np.ndarray, now: np.ndarray, *, done: bool) -> None:
+        """A resize in which these pages were unused is over, and these pages are resident."""
+        assert not (self.here & ~now & ~unused).any(), f"pages in use were given back: {self}"
+        assert not done or (now | unused).all(), f"a resize did not bring back what is in use: {self}"
+        self.owe("zero", self.here & ~now)
+        if not done:
+            self.or_zeros |= self.here & now & unused
+        self.here, self.shrunk = now, ~now
+
     def be_resident(self) -> None:
-        self.here[:] = True
+        self.here = ~self.shrunk
         self.damaged[:] = self.perhaps_damaged[:] = False
         self.told = self.perhaps_told = False
 

@@ -433,6 +433,42 @@ inline std::vector<Scenario> scenarios() {
                       [](World& world) { world.resume(); }});
     }
   }
+  // A part of a tag goes and comes back.
+  const auto caches = [](World& world) {
+    for (const int device : {0, 1}) {
+      world.allocate("cache", Restore::zero, 24, device, 4);
+      world.allocate("cache", Restore::host, 16, device, 4);
+      world.allocate("weights", Restore::host, 5, device);
+    }
+  };
+  const auto shrunk = [caches](World& world) {
+    caches(world);
+    world.release({"cache"});
+    world.resume({"cache"});
+    world.resize("cache", 0.5);
+  };
+  const auto grow = [](World& world) { world.resize("cache", 1); };
+  const auto shrink = [](World& world) { world.resize("cache", 0.5); };
+  list.push_back({"shrink", two_devices, caches, shrink, grow});
+  list.push_back({"grow", two_devices, shrunk, grow, shrink});
+  list.push_back({"shrink and grow at once", two_devices, shrunk, [](World& world) { world.resize("cache", 1, 8); },
+                  [](World& world) {
+                    world.release();
+                    world.resume();
+                  }});
+  list.push_back({"released and resumed while shrunk", two_devices, shrunk,
+                  [grow](World& world) {
+                    world.release();
+                    refused(world, ErrorKind::configuration, [&] { grow(world); });
+                    world.resume();
+                    grow(world);
+                  },
+                  [](World& world) { world.resume(); }});
+  list.push_back({"freed while shrunk", two_devices, shrunk,
+                  [](World& world) {
+                    for (const std::size_t number : {0u, 1u, 2u}) world.free(number);
+                  },
+                  grow});
   for (const Retention retention : {Retention::trim, Retention::free}) {
     World::Options options;
     options.settings.retention = retention;

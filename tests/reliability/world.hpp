@@ -59,10 +59,12 @@ class World {
   }
 
   // Allocates, and writes content that differs for each allocation. Returns its number.
-  std::size_t allocate(const std::string& tag, Restore restore, std::size_t pages, int device = 0) {
+  std::size_t allocate(const std::string& tag, Restore restore, std::size_t pages, int device = 0,
+                       std::size_t chunk_pages = 0) {
     const std::size_t bytes = pages * kPage;
     concerned_ = {tag};
-    const Address address = saver->allocate({device, tag, restore}, bytes);
+    const Address address = saver->allocate({device, tag, restore, chunk_pages * kPage}, bytes);
+    for (std::size_t page = 0; page < pages; ++page) shrunk_.erase(address + page * kPage);
     memories_.push_back({address, tag, restore, ++seeds_, std::vector<Expect>(pages, Expect::written),
                          std::vector<unsigned>(pages, 0)});
     for (std::size_t page = 0; page < pages; ++page) write(memories_.back(), page);
@@ -151,9 +153,27 @@ class World {
     for (const auto& memory : memories_) {
       if (!memory.alive || !selected(tags, memory.tag)) continue;
       for (std::size_t page = 0; page < memory.pages.size(); ++page) {
-        if (here.count(memory.address + page * kPage) == 0) report("resumed memory is not mapped", memory, page);
+        const Address address = memory.address + page * kPage;
+        const bool expected = shrunk_.count(address) == 0;
+        if (expected != (here.count(address) != 0)) {
+          report(expected ? "resumed memory is not mapped" : "a resume mapped what a resize gave back", memory, page);
+        }
       }
     }
+  }
+
+  // Keeps this part of each allocation of a tag, without its first pages; pages and chunks must fit.
+  void resize(const std::string& tag, double kept, std::size_t without_first = 0) {
+    const auto before = mapped_pages(true);
+    concerned_ = {tag};
+    std::vector<RangeSet::Range> unused;
+    for (const auto& memory : memories_) {
+      if (memory.alive && memory.tag == tag) unused.push_back({memory.address, without_first * kPage});
+    }
+    bool done = false;
+    const Cleanup at_end([&] { note_resized(tag, kept, without_first, before, done); });
+    saver->resize(tag, unused, kept);
+    done = true;
   }
 
   void reserve(const Saver::Tags& tags = {}) {
@@ -432,6 +452,43 @@ class World {
       if (give_up && done) memory.damaged = false;
     }
   }
+  // A resize that is done left exactly the pages that it keeps; one that failed, those that were there, unless the undo
+  // failed, too. What was given back is zero once it is there again.
+  void note_resized(const std::string& tag, double kept, std::size_t without_first, const std::set<Address>& before,
+                    bool done) {
+    const bool undone = !undo_may_fail && !fails_for_good && saver->status().failure.empty();
+    for (auto& memory : memories_) {
+      if (!memory.alive || memory.tag != tag) continue;
+      const auto end = static_cast<std::size_t>(kept * static_cast<double>(memory.pages.size()));
+      for (std::size_t page = 0; page < memory.pages.size(); ++page) {
+        const Address address = memory.address + page * kPage;
+        const bool used = page >= without_first && page < end;
+        const bool was = before.count(address) != 0;
+        const bool is = !saver->backup_of(address, kPage, nullptr).released;
+        if (done && is != used) report("a resize kept the wrong pages", memory, page);
+        if (!done && undone && is != was) report("a failed resize was not undone", memory, page);
+        note_page(memory, page, was, is, used);
+      }
+    }
+    const auto after = mapped_pages(true);
+    for (const Address address : shrunk_) {
+      if (after.count(address) == 0) continue;
+      if (undone) problems.push_back("what a resize gave back is mapped");
+      not_undone_.insert(address);
+    }
+  }
+  void note_page(Memory& memory, std::size_t page, bool was, bool is, bool used) {
+    const Address address = memory.address + page * kPage;
+    Expect& expect = memory.pages[page];
+    if (is) {
+      shrunk_.erase(address);
+      not_undone_.erase(address);
+      if (was && !used && expect == Expect::written) expect = Expect::written_or_zeros;
+    } else if (was) {
+      shrunk_.insert(address);
+      expect = Expect::zeros;
+    }
+  }
   // The backup file has no name, but this process has it open.
   static void damage_files() {
     const std::unique_ptr<DIR, int (*)(DIR*)> files(opendir("/proc/self/fd"), &closedir);
@@ -478,6 +535,7 @@ class World {
   bool sharing_ = false;         // each copy of a shared buffer has a separate stream
   bool rests_may_stay_ = false;  // of a shared buffer that was never made, if its undo failed
   std::set<std::string> concerned_;
+  std::set<Address> shrunk_;      // pages that a resize gave back
   std::set<Address> not_undone_;  // pages that a resume mapped whose undo failed
   LedgerDriver::Report report_;
   std::vector<Memory> memories_;

@@ -44,6 +44,14 @@ def test_a_dry_run(memsaver: Run, http: httpx.Client) -> None:
     assert state(http) == "resident"
 
 
+def test_a_cache_that_cannot_be_resized(memsaver: Run) -> None:
+    assert memsaver("kv-cache", "much%")[0] == 2
+    assert memsaver("kv-cache", "0")[0] == 2
+    for size in ((), ("50%",), ("--tokens", "5")):
+        code, output = memsaver("kv-cache", *size)
+        assert (code, "Not Found" in output) == (2, True), output
+
+
 @pytest.mark.parametrize("verb", ["commit", "abort"])
 def test_two_phases(memsaver: Run, http: httpx.Client, verb: str) -> None:
     code, output = memsaver("release", "weights", "--prepare", "--lease", "600")

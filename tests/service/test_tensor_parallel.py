@@ -150,6 +150,10 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served.close()
 
 
+def test_the_cache_of_several_ranks_is_not_resized(two: Served) -> None:
+    assert two.http.post("/kv_cache", json={"fraction": 0.5}).status_code == 404
+
+
 def test_two_ranks_compute_what_one_does(two: Served) -> None:
     """Each holds its part of the weights, and its heads of the KV cache."""
     assert two.tokens() == two.expected

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from memsaver_server.engine import AdmissionClosedError, DrainMode, DrainTimeoutError
+from memsaver_server.engine import AdmissionClosedError, CacheMode, DrainMode, DrainTimeoutError
 from memsaver_server.reference.requests import Request, Sampling
 from memsaver_server.reference.runner import Row
 from memsaver_server.reference.scheduler import Scheduler
@@ -40,6 +40,7 @@ class ArithmeticRunner:
     length = 256
     slots = 3
     max_batch = 2
+    slot_bytes = 1
     stop_ids: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
@@ -53,6 +54,7 @@ class ArithmeticRunner:
         self.break_next = False
         self.steps = 0
         self.threads: set[int] = set()
+        self.resident = self.slots
         self.wipe()
 
     def wipe(self) -> None:
@@ -63,9 +65,18 @@ class ArithmeticRunner:
         assert 1 <= len(rows) <= self.max_batch
         assert len({slot for slot, _, _ in rows}) == len(rows)
         for slot, start, tokens in rows:
+            assert slot < self.resident, "a slot without memory was used"
             assert len(tokens) == 1 or (len(rows) == 1 and start % self.chunk == 0 and len(tokens) <= self.chunk)
             self.cache[slot][start : start + len(tokens)] = tokens
         return [self._next(slot, start + len(tokens)) for slot, start, tokens in rows]
+
+    def resize(self, slots: int) -> None:
+        self.threads.add(threading.get_ident())
+        if self.break_next:
+            self.break_next = False
+            raise MemoryError("too little")
+        self.resident = slots
+        self.cache[slots:] = [[None] * self.length for _ in range(len(self.cache) - slots)]
 
     def check(self) -> None:
         if self.lost_context:
@@ -343,3 +354,41 @@ def test_no_step_ever_touches_released_memory(scheduler: Scheduler, runner: Arit
         stop.set()
         assert sum(done.result(600) for done in clients) > 0
     assert runner.touched_released == 0
+
+
+@pytest.mark.parametrize("mode", ["wait", "preempt"])
+def test_resizes_under_random_load(scheduler: Scheduler, runner: ArithmeticRunner, mode: CacheMode) -> None:
+    """No step uses a slot without memory, and every request gets its own answer."""
+    chance = random.Random(7)
+    requests = []
+    for _ in range(60):
+        prompt, tokens = [chance.randrange(5) for _ in range(chance.randint(1, 20))], chance.randint(1, 12)
+        requests.append((prompt, tokens, scheduler.enqueue(ask(prompt, tokens))))
+        if chance.random() < 0.5:
+            pages = chance.randint(1, 3)
+            if pages < scheduler.kv_cache().kept:
+                scheduler.limit_kv_cache(pages, 600, mode)
+                assert scheduler.kv_cache().needed <= pages
+            scheduler.resize_kv_cache(pages)
+            assert (scheduler.kv_cache().kept, runner.resident) == (pages, pages)
+    for prompt, tokens, future in requests:
+        assert future.result(600).output == answer_to(prompt, tokens)
+    assert len(runner.threads) == 1
+
+
+def test_a_limit_that_is_given_up_leaves_the_cache_as_it_was(scheduler: Scheduler, runner: ArithmeticRunner) -> None:
+    runner.gate.clear()
+    futures = [scheduler.enqueue(ask([n], 3, name=f"r{n}")) for n in range(3)]
+    wait_until(lambda: scheduler.kv_cache().used == 3)
+    with pytest.raises(DrainTimeoutError, match="the KV cache is as before") as late:
+        scheduler.limit_kv_cache(1, 600, given_up=lambda: True)
+    assert sorted(late.value.pending) == ["r1", "r2"]
+    runner.gate.set()
+    for number, future in enumerate(futures):
+        assert future.result(600).output == answer_to([number], 3)
+    scheduler.limit_kv_cache(1, 600)
+    assert scheduler.kv_cache().needed <= 1
+    runner.break_next = True
+    with pytest.raises(MemoryError):
+        scheduler.resize_kv_cache(1)
+    assert scheduler.kv_cache().kept == runner.resident == 3

@@ -41,7 +41,7 @@ def root(
     """Give a GPU back while the inference engine that fills it stays alive."""
 
 
-operating = (memory.release, memory.resume, memory.commit, memory.abort, memory.status)
+operating = (memory.release, memory.resume, memory.commit, memory.abort, memory.status, memory.kv_cache)
 for command in (serve.serve, *operating, live.watch, live.top, doctor.doctor):
     app.command()(command)
 app.add_typer(fleet.fleet, name="fleet")

@@ -1,4 +1,4 @@
-"""``memsaver release``, ``resume``, ``commit``, ``abort`` and ``status``."""
+"""``memsaver release``, ``resume``, ``commit``, ``abort``, ``status`` and ``kv-cache``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from memsaver_server.cli.connection import connected, sizes_as_asked
+from memsaver_server.cli.connection import connected, size_of, sizes_as_asked
 from memsaver_server.cli.live import outcome_view, until_ended
 from memsaver_server.cli.options import Connection, ExitCode, Json, Tags, grouped
-from memsaver_server.cli.request_options import Release, Resume, Selector
-from memsaver_server.cli.tables import all_answer, operation_view, said_view, show, status_view
+from memsaver_server.cli.request_options import Release, ResizeKvCache, Resume, Selector
+from memsaver_server.cli.tables import all_answer, kv_cache_view, operation_view, said_view, show, status_view
 
 
 @grouped
@@ -76,6 +76,34 @@ def status(connection: Connection, as_json: Json = False) -> None:
     show(occupation, status_view, as_json=as_json)
     if not all_answer(occupation):
         raise typer.Exit(ExitCode.UNREACHABLE)
+
+
+@grouped
+def kv_cache(
+    size: Annotated[
+        str | None, typer.Argument(help="The new size: 20GiB, or 50% of the largest.", show_default=False)
+    ] = None,
+    *,
+    connection: Connection,
+    as_json: Json = False,
+    asked: ResizeKvCache,
+) -> None:
+    """Show the engine's KV cache; with SIZE or --tokens, make it smaller or larger while the engine serves."""
+    given = asked.given() | _size(size)
+    with connected(connection, as_json=as_json) as client:
+        if given:
+            show(client.resize_kv_cache(**given), said_view, as_json=as_json)
+        else:
+            show(client.kv_cache(), kv_cache_view, as_json=as_json)
+
+
+def _size(text: str | None) -> dict[str, float]:
+    if text is None or not text.endswith("%"):
+        return {} if text is None else {"bytes": size_of(text) or 0}
+    try:
+        return {"fraction": float(text[:-1]) / 100}
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no size; write for example 20GiB or 50%") from None
 
 
 OperationId = Annotated[str, typer.Argument(help="The id that --prepare printed.")]

@@ -1,4 +1,4 @@
-"""The options of a release and a resume. Generated from the contract by .ci/generate.py; do not edit."""
+"""The options of a release, a resume and a resize. Generated from the contract by .ci/generate.py; do not edit."""
 
 from __future__ import annotations
 
@@ -106,4 +106,14 @@ class Selector(Options):
     hosts: list[str] | None = typer.Option(None, "--host", help="Hosts on which the engines run. Repeatable.")
     gpus: list[str] | None = typer.Option(
         None, "--gpu", help="UUIDs; an engine matches if it uses one of them. Repeatable.", metavar="UUID"
+    )
+
+
+class ResizeKvCache(Options):
+    tokens: int | None = typer.Option(None, "--tokens", help="Room for at least so many tokens.")
+    mode: str | None = typer.Option(
+        None, "--mode", help="Requests that use what goes: wait for their end, or preempt them.", metavar="wait|preempt"
+    )
+    timeout_s: float | None = typer.Option(
+        None, "--timeout", help="Deadline of that; by default MEMSAVER_DRAIN_TIMEOUT_S.", metavar="SECONDS"
     )

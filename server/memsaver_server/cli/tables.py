@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from memsaver_core.contract import reports, status
     from memsaver_server.fleet import EngineResult, EngineStatus, FleetResult, FleetStatus
 
-    Said = reports.AcceptedAnswer | reports.PreparedAnswer | reports.PlanAnswer | reports.FleetPlanAnswer
+    _Planned = reports.PlanAnswer | reports.FleetPlanAnswer
+    Said = reports.AcceptedAnswer | reports.PreparedAnswer | reports.ResizedAnswer | _Planned
 
 AnswerT = TypeVar("AnswerT", bound="BaseModel")
 Cell = str | int | Text
@@ -238,10 +239,19 @@ def _store_line(store: status.SharedStoreStatus) -> str:
     )
 
 
-def status_tags_table(tags: Sequence[status.TagOccupation]) -> Table:
-    sizes = [(tag.bytes, tag.resident_bytes, tag.released_bytes) for tag in tags]
+def kv_cache_view(cache: status.KvCacheAnswer) -> RenderableType:
+    names = ("bytes", "used_bytes", "smallest_bytes", "largest_bytes", "full_bytes", "tokens")
+    sizes: list[Cell] = [getattr(cache, name) for name in names[:-1]]
     return table_of(
-        ["tag", "state", "restore", ">size", ">on device", ">released"],
+        [">kv cache", ">in use", ">smallest now", ">largest now", ">full", ">tokens"], [[*sizes, str(cache.tokens)]]
+    )
+
+
+def status_tags_table(tags: Sequence[status.TagOccupation]) -> Table:
+    shrunk = any(tag.shrunk_bytes for tag in tags)
+    sizes = [(tag.bytes, tag.resident_bytes, tag.released_bytes, *[tag.shrunk_bytes] * shrunk) for tag in tags]
+    return table_of(
+        ["tag", "state", "restore", ">size", ">on device", ">released", *[">shrunk"] * shrunk],
         ([tag.tag, _state(tag), tag.restore, *its] for tag, its in zip(tags, sizes, strict=True)),
         ["in all", "", "", *map(sum, zip(*sizes, strict=True))] if len(tags) > 1 else (),
     )

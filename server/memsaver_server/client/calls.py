@@ -20,10 +20,11 @@ from memsaver_core.contract.reports import (
     OperationStatusAnswer,
     PlanAnswer,
     PreparedAnswer,
+    ResizedAnswer,
 )
 from memsaver_core.contract.requests import ASKS_ONLY, Verb
-from memsaver_core.contract.status import FleetOccupation, OccupationAnswer
-from memsaver_server.client.keywords import ReleaseKeywords, ResumeKeywords
+from memsaver_core.contract.status import FleetOccupation, KvCacheAnswer, OccupationAnswer
+from memsaver_server.client.keywords import ReleaseKeywords, ResizeKvCacheKeywords, ResumeKeywords
 from memsaver_server.client.requests import (
     DEFAULT_URL,
     FIRST_DELAY_S,
@@ -269,6 +270,25 @@ class Calls:
         body = {"serialized_named_tensors": payloads, **_named(version)}
         call = Call("POST", "/update_weights_from_tensor", body, long=True)
         return (await self._ask(MessageAnswer, call)).message
+
+    async def kv_cache(self) -> KvCacheAnswer:
+        """Return the size of the engine's KV cache, and the sizes that it can have now."""
+        return await self._ask(KvCacheAnswer, Call("GET", "/kv_cache"))
+
+    async def resize_kv_cache(self, **options: Unpack[ResizeKvCacheKeywords]) -> ResizedAnswer:
+        """Make the KV cache smaller or larger while the engine serves.
+
+        Args:
+            options: the fields of ``memsaver_core.contract.requests.ResizeKvCache``; one of ``bytes``, ``fraction`` and
+                ``tokens`` is the size.
+
+        Raises:
+            DrainDeadlineError: requests still used what was to go at the deadline; the cache is as before.
+            DeviceMemoryError: the device has too little free memory; the cache is as before.
+            ConflictError: the cache is released, or is being resized.
+        """
+        body = {name: value for name, value in options.items() if value is not None}
+        return await self._ask(ResizedAnswer, Call("POST", "/kv_cache", body, long=True))
 
     async def flush_cache(self) -> None:
         """Forget cached prefixes."""

@@ -29,3 +29,11 @@ class ResumeKeywords(TypedDict, total=False):
     wait_for_memory_s: float | None
     weights_version: str | None
     selector: Mapping[str, object] | None  # at a coordinator
+
+
+class ResizeKvCacheKeywords(TypedDict, total=False):
+    bytes: int | None
+    fraction: float | None
+    tokens: int | None
+    mode: Literal["wait", "preempt"] | None
+    timeout_s: float | None

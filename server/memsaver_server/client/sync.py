@@ -84,6 +84,8 @@ class Client:
     generate = _blocking(Calls.generate)
     update_weights_from_disk = _blocking(Calls.update_weights_from_disk)
     update_weights_from_tensor = _blocking(Calls.update_weights_from_tensor)
+    kv_cache = _blocking(Calls.kv_cache)
+    resize_kv_cache = _blocking(Calls.resize_kv_cache)
     flush_cache = _blocking(Calls.flush_cache)
     pause_generation = _blocking(Calls.pause_generation)
     continue_generation = _blocking(Calls.continue_generation)

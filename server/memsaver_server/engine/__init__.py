@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast, get_args, runtime_checkable
 
@@ -10,6 +11,7 @@ import memsaver_core as ms
 from memsaver_core.contract.errors import AdmissionClosedError as AdmissionClosedError
 from memsaver_core.contract.errors import DrainTimeoutError as DrainTimeoutError
 from memsaver_core.contract.reports import OperationReport
+from memsaver_core.contract.requests import CacheMode as CacheMode
 from memsaver_core.contract.requests import DrainMode as DrainMode
 from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_core.contract.status import DeviceMemory, Status
@@ -225,4 +227,55 @@ class UpdatableEngine(Engine, Protocol):
 
         Raises:
             ValueError: a payload cannot be read or does not fit, and why; nothing was written.
+        """
+
+
+@dataclass(frozen=True)
+class CachePages:
+    """The pages of a KV cache: what its allocator hands out, numbered from 0.
+
+    Attributes:
+        total: of the largest cache.
+        kept: of the cache now: the first ``kept`` have memory.
+        used: that requests in flight use.
+        needed: all that are in use are among the first ``needed``.
+        page_bytes: device memory of a page, all layers together.
+        page_tokens: tokens that a page holds.
+    """
+
+    total: int
+    kept: int
+    used: int
+    needed: int
+    page_bytes: int
+    page_tokens: int
+
+
+@runtime_checkable
+class ResizableEngine(Engine, Protocol):
+    """An engine whose KV cache can be made smaller and larger while it serves. Calls do not overlap one another."""
+
+    def kv_cache(self) -> CachePages:
+        """Return what the KV cache has now. Must not block."""
+
+    def limit_kv_cache(
+        self, pages: int, timeout_s: float, mode: CacheMode = "wait", given_up: Callable[[], bool] = never
+    ) -> None:
+        """Hand out only the first ``pages`` pages, at most those that are kept, and wait until no other is in use.
+
+        Args:
+            timeout_s: deadline, seconds.
+            mode: ``wait`` until requests end, or ``preempt`` them: they are computed again.
+            given_up: ask it every ``DRAIN_POLL_S``: once it is true, the call ends as after ``timeout_s``.
+
+        Raises:
+            DrainTimeoutError: some were still in use after ``timeout_s``. The limit is as before.
+        """
+
+    def resize_kv_cache(self, pages: int) -> None:
+        """Have memory behind the first ``pages`` pages alone (``memsaver_core.resize``), and hand out these. No other
+        is in use, and the memory of the cache is resident. A cached prefix on a page that goes is forgotten.
+
+        Raises:
+            OutOfDeviceMemoryError: the device has too little free memory; the cache is as before.
         """

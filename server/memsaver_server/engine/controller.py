@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from memsaver_core.contract import errors, reports
-from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release
+from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, ResizeKvCache
 from memsaver_core.contract.status import AdmissionStatus, HealthAnswer, OccupationAnswer, OccupiedDevice
 from memsaver_server import clock
 from memsaver_server.audit import AuditLog
@@ -23,6 +23,7 @@ from memsaver_server.controller import Answer, Capability, EngineRow, Models
 from memsaver_server.engine import (
     Engine,
     GeneratingEngine,
+    ResizableEngine,
     UpdatableEngine,
     memory_of,
     model_name_of,
@@ -30,6 +31,7 @@ from memsaver_server.engine import (
     unwritten_weights,
 )
 from memsaver_server.engine.device_monitor import DeviceMonitor, Sample
+from memsaver_server.engine.kv_cache import ElasticCache
 from memsaver_server.engine.lifecycle import Lifecycle, Snapshot
 from memsaver_server.engine.memory_breakdown import break_down
 from memsaver_server.engine.metrics import EngineMetrics
@@ -67,7 +69,11 @@ class EngineController:
         relay()
         self.engine = engine
         self.name = engine.name
-        kinds: dict[Capability, type] = {"generate": GeneratingEngine, "update": UpdatableEngine}
+        kinds: dict[Capability, type] = {
+            "generate": GeneratingEngine,
+            "update": UpdatableEngine,
+            "resize": ResizableEngine,
+        }
         self.capabilities = frozenset(name for name, kind in kinds.items() if isinstance(engine, kind))
         self.closing = threading.Event()
         self.callers = callers
@@ -75,6 +81,7 @@ class EngineController:
         self._audit = AuditLog(settings.audit_file)
         self._monitor = DeviceMonitor(memory=memory_of(engine))
         self.lifecycle = Lifecycle(engine, settings, self._record)
+        self._cache = ElasticCache(cast(ResizableEngine, engine), self.lifecycle, settings, self.closing)
         self._metrics = EngineMetrics(self._monitor, self.lifecycle, callers)
         self._id = uuid.uuid4().hex[:12]
         self._held = ("", 0.0)  # by a coordinator, and when it has asked last
@@ -399,6 +406,12 @@ class EngineController:
         if scheduling:
             return Answer.message("Scheduling continues.")
         return Answer.message(f"Generation continues{f' once possible: {closed_reason}' if closed_reason else ''}.")
+
+    async def kv_cache(self) -> Answer:
+        return Answer.of(await in_thread(self._cache.read))
+
+    async def resize_kv_cache(self, asked: ResizeKvCache) -> Answer:
+        return Answer.of(await in_thread(self._cache.resize, asked))
 
     async def flush(self, selected: Fields) -> Answer:
         await in_thread(self.engine.flush_cache)

@@ -4,9 +4,10 @@ Release: check tags -> close admission -> drain -> release the memory -> report.
 Resume: check tags -> resume the memory -> repair -> verify if asked -> open admission if nothing is released -> report.
 The steps of the memory itself are in ``memsaver_core.contract.phases``.
 
-A thread that holds several of the service's locks has taken them in this order, which tests check: that of the memory
-(here; held while memory moves or weights are written), that of admission (held while the engine is called), that of the
-operations (``OperationQueue``; not held while an operation runs).
+A thread that holds several of the service's locks has taken them in this order, which tests check: that of a resize
+(``ElasticCache``; held while pages are given up, too), that of the memory (here; held while memory moves or weights are
+written), that of admission (held while the engine is called), that of the operations (``OperationQueue``; not held
+while an operation runs).
 """
 
 from __future__ import annotations
@@ -259,27 +260,30 @@ class Lifecycle:
     def writing(self, tag: str = "weights", version: str | None = None) -> Iterator[None]:
         """Run the block, which writes the content of ``tag`` in place, while no release or resume runs. Waits for the
         one in progress. Afterwards what a release had discarded counts as written, unless the block raised or the
-        engine says that weights are still missing; and weights are of this ``version``.
-
-        Raises:
-            NotResidentError: the tag is released; the block was not run.
-            MemoryBusyError: an operation stalls, or another update has not ended; the block was not run.
-        """
-        while not self._moving.acquire(timeout=self._phase_timeout_s):
-            if self._updating:
-                raise self._update_too_long("nothing was written")
-            operation = self.operations.running
-            if operation is not None and (stall := operation.stall()) is not None:
-                raise errors.MemoryBusyError(f"no weights were written: {operation.stall_message(stall)}", stall.phase)
-        self._updating = True
-        try:
-            self._check_resident([tag])
+        engine says that weights are still missing; and weights are of this ``version``. Raises as ``resident``."""
+        with self.resident(tag, "nothing was written"):
             yield
             self._verification.content_changed()
             if tag == "weights":
                 self._weights_version = version
             if tag != "weights" or not unwritten_weights(self._engine):
                 self._admission.written([tag])
+
+    @contextmanager
+    def resident(self, tag: str, otherwise: str) -> Iterator[None]:
+        """Run the block, which needs the memory of ``tag``, while no release or resume runs. Waits for the one in
+        progress. Raises, without running the block (``otherwise`` says what follows), NotResidentError if the tag is
+        released, and MemoryBusyError if an operation stalls or another block has not ended."""
+        while not self._moving.acquire(timeout=self._phase_timeout_s):
+            if self._updating:
+                raise self._update_too_long(otherwise)
+            operation = self.operations.running
+            if operation is not None and (stall := operation.stall()) is not None:
+                raise errors.MemoryBusyError(f"{otherwise}: {operation.stall_message(stall)}", stall.phase)
+        self._updating = True
+        try:
+            self._check_resident([tag])
+            yield
         finally:
             self._updating = False
             self._moving.release()

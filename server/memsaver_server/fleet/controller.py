@@ -21,9 +21,11 @@ from memsaver_core.contract.requests import (
     Fields,
     FleetRelease,
     FleetResume,
+    ResizeKvCache,
     Selected,
     Selector,
     Verb,
+    acts_of,
 )
 from memsaver_core.contract.status import HealthAnswer
 from memsaver_server.audit import AuditLog
@@ -63,7 +65,7 @@ class FleetController:
     """
 
     name = "fleet"
-    capabilities: frozenset[Capability] = frozenset({"update", "models"})
+    capabilities: frozenset[Capability] = frozenset({"update", "resize", "models"})
     models = Models(
         release=FleetRelease,
         resume=FleetResume,
@@ -348,6 +350,12 @@ class FleetController:
             query = {"tags": ["scheduling"]}
             return await self._call(selected, "Scheduling continues", "POST", "/wake_up", query=query)
         return await self._call(selected, "Generation continues", "POST", "/continue_generation", {})
+
+    async def kv_cache(self) -> Answer:
+        raise errors.BadRequestError("a fleet has no KV cache; ask its engines")
+
+    async def resize_kv_cache(self, asked: ResizeKvCache) -> Answer:
+        raise errors.BadRequestError(acts_of(ResizeKvCache)["bytes"].fleet)
 
     async def flush(self, selected: Fields) -> Answer:
         return await self._call(selected, "Cache flushed", "POST", "/flush_cache")

@@ -94,8 +94,8 @@ class RankDevices:
         def by_number(by_index: Mapping[int, int]) -> dict[int, int]:
             return {self._numbers[rank].get(index, 0): size for index, size in by_index.items()}
 
-        sizes = {name: by_number(getattr(tag, name)) for name in ("mapped_by_device", "bytes_by_device")}
-        return tag.model_copy(update=sizes)
+        names = ("mapped_by_device", "bytes_by_device", "shrunk_by_device")
+        return tag.model_copy(update={name: by_number(getattr(tag, name)) for name in names})
 
 
 def _merged_store(backups: Sequence[HostBackupStatus]) -> SharedStoreStatus | None:

@@ -27,6 +27,10 @@ class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
         super().__init__(layers=[])
         self._layers, self._scratch = layers, scratch
 
+    def behind(self, slots: int) -> list[Tensor]:
+        """Return the parts that lie behind the first ``slots`` slots: contiguous, no copies."""
+        return [part[slots:] for pair in self._layers for part in pair]
+
     def begin(self, slots: Tensor, positions: Tensor) -> None:
         """Set the ``slots`` ``[batch]`` and ``positions`` ``[batch, tokens]`` of the next forward pass."""
         self._slots, self._positions = slots, positions

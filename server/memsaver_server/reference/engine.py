@@ -24,7 +24,7 @@ from memsaver_server.reference.scheduler import Scheduler
 class TransformersEngine(Scheduler):
     """Implements ``GeneratingEngine``, ``UpdatableEngine`` and ``VerifiableEngine`` by transformers, with weights, KV
     cache, graphs and workspaces in regions. The interpreter's exit closes it, too. If there are several ranks, this
-    process is rank 0 and starts the others, and ``memory`` is that of all."""
+    process is rank 0 and starts the others, and ``memory`` is that of all; else it is a ``ResizableEngine``, too."""
 
     name = "transformers"
 
@@ -48,6 +48,7 @@ class TransformersEngine(Scheduler):
                 group.close()
                 raise
             self.memory = group.memory
+            self.resize_kv_cache = None  # type: ignore[assignment]  # each rank has a part of the cache
             group.failed.add_done_callback(lambda _: self.fail(group.error()))
         atexit.register(self.close)
 

@@ -25,6 +25,13 @@ _DynamicCache: Any = DynamicCache
 _VERIFY_PROMPT = 16
 _VERIFY_TOKENS = 8
 
+#: KV cache memory comes and goes in pieces of this size; on the host a slot's keys in a layer of the built-in model.
+_CHUNK_BYTES_ON_GPU = 32 << 20
+_CHUNK_BYTES_ON_HOST = 256 << 10
+
+#: The number by which rows use the spare slot, which is the first in memory and which no request gets.
+_SPARE = -1
+
 #: Tokens to compute: the slot, the position of the first of them in it, and the tokens.
 Row = tuple[int, int, list[int]]
 
@@ -114,8 +121,8 @@ class ModelRunner:
         tokens = self.chunk if len(rows[0][2]) > 1 else 1
         batch = next(size for size in self._batch_sizes if size >= len(rows)) if tokens == 1 else 1
         # A chunk is padded after its tokens; those positions are overwritten before anything attends to them.
-        inputs = [[slot, start, len(ids) - 1, *ids, *[0] * (tokens - len(ids))] for slot, start, ids in rows]
-        inputs += [[self.slots, 0, 0, 0]] * (batch - len(rows))
+        inputs = [[slot + 1, start, len(ids) - 1, *ids, *[0] * (tokens - len(ids))] for slot, start, ids in rows]
+        inputs += [[_SPARE + 1, 0, 0, 0]] * (batch - len(rows))
         with self._on_stream:
             self._inputs[batch, tokens].copy_(torch.tensor(inputs))
             self._step((batch, tokens))
@@ -127,7 +134,7 @@ class ModelRunner:
         ids = [token % self.vocabulary for token in range(1, _VERIFY_PROMPT + 1)]
         cached = 0
         while len(ids) < _VERIFY_PROMPT + _VERIFY_TOKENS:
-            ids += self.compute([(self.slots, cached, ids[cached:])])
+            ids += self.compute([(_SPARE, cached, ids[cached:])])
             cached = len(ids) - 1
         return ids[_VERIFY_PROMPT:]
 
@@ -163,6 +170,11 @@ class ModelRunner:
                     self.graphs.clear()
                     self._capture()
             self.check()
+
+    def resize(self, slots: int) -> None:
+        """Have memory behind the first ``slots`` slots and the spare one alone. Only between two steps. Raises as
+        ``memsaver_core.resize``."""
+        ms.resize("kv_cache", unused=self._cache.behind(slots + 1))
 
     def check(self) -> None:
         """Wait for the device; raise the error of its context, if there is one."""
@@ -218,6 +230,7 @@ class ModelRunner:
         shapes = [(each.keys.shape[1], each.keys.shape[-1], each.values.shape[-1]) for each in probe.layers]
         dtype = self.model.get_input_embeddings().weight.dtype
         per_slot = sum(heads * (key + value) for heads, key, value in shapes) * self.length * dtype.itemsize
+        self.slot_bytes = per_slot
         self.slots = kv_cache_bytes // per_slot - 1  # besides the spare one
         if self.slots < 1:
             raise ValueError(
@@ -233,7 +246,8 @@ class ModelRunner:
             keys, values = (zeros(count, heads, self.length, dim, dtype=dtype) for dim in (key, value))
             return keys, values
 
-        with ms.region("kv_cache"):
+        chunk_bytes = _CHUNK_BYTES_ON_GPU if self._device.type == "cuda" else _CHUNK_BYTES_ON_HOST
+        with ms.region("kv_cache", chunk_bytes=chunk_bytes):
             layers = [pair(self.slots + 1, shape) for shape in shapes]
         with ms.region("workspace"):
             scratch = {shape: pair(self.max_batch, shape) for shape in set(shapes)}

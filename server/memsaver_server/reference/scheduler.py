@@ -16,9 +16,9 @@ import torch
 
 from memsaver_core import MemsaverError, hibernation
 from memsaver_core.contract.errors import AdmissionClosedError, DrainTimeoutError
-from memsaver_core.contract.requests import DrainMode
+from memsaver_core.contract.requests import CacheMode, DrainMode
 from memsaver_core.rendezvous import settle
-from memsaver_server.engine import DRAIN_POLL_S, check_drain_mode, never
+from memsaver_server.engine import DRAIN_POLL_S, CachePages, check_drain_mode, never
 from memsaver_server.reference.requests import Request
 from memsaver_server.reference.runner import ModelRunner
 from memsaver_server.threads import start_thread
@@ -36,17 +36,29 @@ class EngineDeadError(MemsaverError, kind="engine_dead", status=503):
 
 class SlotTable:
     """The slots, and the prefixes that they hold. Only whole chunks are reused. A chunk is always computed in the same
-    shape at the same position, so a reused one is bit by bit what computing it again would give."""
+    shape at the same position, so a reused one is bit by bit what computing it again would give. The first ``count``
+    slots have memory, and only the first ``limit`` are taken."""
 
     def __init__(self, slots: int, chunk: int) -> None:
         self._chunk = chunk
         self._held: list[list[int]] = [[]] * slots
         self.free = list(range(slots))  # in the order of their return
+        self.count = self.limit = slots
+
+    @property
+    def available(self) -> list[int]:
+        """The free slots that may be taken."""
+        return [slot for slot in self.free if slot < self.limit]
+
+    def resize(self, count: int) -> None:
+        """Note that only the first ``count`` slots have memory from now on, and what the others held is gone."""
+        self.count = self.limit = count
+        self._held[count:] = [[]] * (len(self._held) - count)
 
     def take(self, ids: Sequence[int]) -> tuple[int, int]:
         """Take a free slot: the one that holds most of the beginning of ``ids``, else an empty one, else the least
         recently used. Return it, and how many of the ids it holds: never all, as the last one gives the next token."""
-        best = max(self.free, key=lambda slot: (self._common(slot, ids), not self._held[slot]))
+        best = max(self.available, key=lambda slot: (self._common(slot, ids), not self._held[slot]))
         self.free.remove(best)
         self._held[best] = self._held[best][: self._common(best, ids)]
         return best, len(self._held[best])
@@ -153,6 +165,44 @@ class Scheduler:
         with self._changed:
             self._slots.forget()
 
+    def kv_cache(self) -> CachePages:
+        """See ``ResizableEngine``; a page is a slot."""
+        with self._changed:
+            used = [request.slot for request in self._running]
+            count = self._slots.count
+        sizes = {"page_bytes": self.runner.slot_bytes, "page_tokens": self.runner.length}
+        return CachePages(
+            total=self.runner.slots, kept=count, used=len(used), needed=max(used, default=-1) + 1, **sizes
+        )
+
+    def limit_kv_cache(
+        self, pages: int, timeout_s: float, mode: CacheMode = "wait", given_up: Callable[[], bool] = never
+    ) -> None:
+        """See ``ResizableEngine``."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            before, self._slots.limit = self._slots.limit, pages
+        if mode == "preempt":
+            self.call(partial(self._preempt, pages))
+        with self._changed:
+            while late := [request.name for request in self._running if request.slot >= pages]:
+                self._check_alive()
+                if given_up() or time.monotonic() >= deadline:
+                    self._slots.limit = before
+                    raise DrainTimeoutError(timeout_s, late, "the KV cache is as before")
+                self._changed.wait(max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic())))
+            self._changed.notify_all()
+
+    def resize_kv_cache(self, pages: int) -> None:
+        """See ``ResizableEngine``."""
+
+        def resize() -> None:
+            self.runner.resize(pages)
+            with self._changed:
+                self._slots.resize(pages)
+
+        self.call(resize)
+
     def call(self, work: Callable[[], _Result]) -> _Result:
         """Run ``work`` in the runner's thread, between two steps."""
         future: Future[_Result] = Future()
@@ -222,7 +272,7 @@ class Scheduler:
         self._sweep()
         if self._quiesced:
             return []
-        while self._slots.free and self._waiting:
+        while self._slots.available and self._waiting:
             request = self._waiting.popleft()
             request.slot, request.cached = self._slots.take(request.ids)
             request.reused = request.cached
@@ -231,6 +281,15 @@ class Scheduler:
         return prompts[:1] or self._running[: self.runner.max_batch]
 
     # On the scheduler's thread.
+
+    def _preempt(self, slots: int) -> None:
+        """Have the requests in later slots than the first ``slots`` wait again, before all others."""
+        with self._changed:
+            for request in [each for each in reversed(self._running) if each.slot >= slots]:
+                self._running.remove(request)
+                self._waiting.appendleft(request)
+                self._slots.free.append(request.slot)
+                request.slot, request.cached = -1, 0
 
     def _main(self, make_runner: Callable[[], ModelRunner], ready: Future[ModelRunner]) -> None:
         try:

@@ -1,0 +1,42 @@
+"""The size of the KV cache, if the engine can change it while it serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import JSONResponse
+
+from memsaver_core.contract.reports import ResizedAnswer
+from memsaver_core.contract.requests import ResizeKvCache
+from memsaver_core.contract.status import KvCacheAnswer
+from memsaver_server.controller import Models
+from memsaver_server.http.auth import reads_only
+from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, takes
+from memsaver_server.http.service import ControllerOf, response_of
+from memsaver_server.http.unknown_fields import NamesIgnored
+
+
+def router(models: Models) -> APIRouter:
+    routes = APIRouter(route_class=NamesIgnored, tags=["KV cache"], dependencies=[Depends(guard)])
+    by_size = Depends(fields_of(ResizeKvCache))
+    refused = failures(only=(*REFUSED, 400) if models.several else REFUSED)
+
+    @routes.get("/kv_cache", response_model=KvCacheAnswer, responses=refused)
+    @reads_only
+    async def kv_cache(controller: ControllerOf) -> JSONResponse:
+        """The size of the KV cache, what requests use of it, and the sizes that it can have now."""
+        return response_of(await controller.kv_cache())
+
+    @routes.post(
+        "/kv_cache",
+        response_model=ResizedAnswer,
+        responses=failures(models.failures),
+        openapi_extra=takes(ResizeKvCache),
+    )
+    async def resize_kv_cache(controller: ControllerOf, fields: Any = by_size) -> JSONResponse:
+        """Make the KV cache smaller or larger while the engine serves. Its memory goes to the driver and comes from
+        there; cached prefixes on it are forgotten."""
+        return response_of(await controller.resize_kv_cache(fields))
+
+    return routes

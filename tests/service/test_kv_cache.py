@@ -1,0 +1,179 @@
+"""The KV cache of the reference engine gets smaller and larger while it serves, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+import memsaver_core as ms
+from memsaver_server.client import Client
+from memsaver_server.client.errors import ConflictError, DeviceMemoryError, DrainDeadlineError, InvalidRequestError
+from memsaver_server.reference.engine import TransformersEngine
+from tests.waiting import wait_until
+
+MIB = 1 << 20
+#: A page is a slot of 512 tokens.
+PAGE, TOKENS, PAGES = 3 * MIB, 512, 9
+PROMPTS = [[3 + n, 5, 8, 13] for n in range(PAGES)]
+
+
+@pytest.fixture(scope="module")
+def only_engine() -> Iterator[TransformersEngine]:
+    engine = TransformersEngine(kv_cache_bytes=(PAGES + 1) * PAGE, max_len=TOKENS)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(only_engine: TransformersEngine) -> TransformersEngine:
+    return only_engine
+
+
+@pytest.fixture
+def client(http: httpx.Client) -> Iterator[Client]:
+    with Client(str(http.base_url)) as client:
+        yield client
+        client.resume()
+        client.continue_generation()
+        client.resize_kv_cache(fraction=1.0)
+
+
+def used_bytes() -> int:
+    return ms.read_devices()[0].used_bytes
+
+
+def generate(client: Client, prompt: list[int]) -> list[int]:
+    answer = client.generate(input_ids=prompt, max_new_tokens=8, ignore_eos=True)
+    return list(answer["output_ids"])
+
+
+def outputs(client: Client) -> list[list[int]]:
+    """All at once: one batch."""
+    with ThreadPoolExecutor(PAGES) as pool:
+        return list(pool.map(partial(generate, client), PROMPTS))
+
+
+@pytest.fixture
+def frozen(client: Client, engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Future[Any]]]:
+    """As many requests as there are pages, each on one, and frozen until generation continues."""
+    choose, hold = engine._choose, [True]
+    monkeypatch.setattr(engine, "_choose", lambda: choose()[:0] if hold[0] else choose())
+    with ThreadPoolExecutor(PAGES) as pool:
+        requests = [pool.submit(generate, client, prompt) for prompt in PROMPTS]
+        wait_until(lambda: client.kv_cache().used_bytes == PAGES * PAGE)
+        client.pause_generation("keep")
+        hold[0] = False
+        yield requests
+        client.continue_generation()
+
+
+def test_half_of_it_goes_and_comes_back(client: Client) -> None:
+    whole = client.kv_cache()
+    assert (whole.bytes, whole.full_bytes, whole.tokens) == (PAGES * PAGE, PAGES * PAGE, PAGES * TOKENS)
+    assert (whole.used_bytes, whole.smallest_bytes, whole.largest_bytes) == (0, PAGE, PAGES * PAGE)
+    before, tokens = used_bytes(), outputs(client)
+    for _ in range(2):
+        half = client.resize_kv_cache(bytes=13 * MIB)
+        assert (half.bytes, half.tokens, half.full_bytes) == (4 * PAGE, 4 * TOKENS, PAGES * PAGE)
+        assert before - used_bytes() == 5 * PAGE
+        assert half.message == "the KV cache has 12.0 MiB instead of 27.0 MiB"
+        assert outputs(client) == tokens
+        assert client.resize_kv_cache(fraction=1.0).bytes == PAGES * PAGE
+        assert used_bytes() == before
+        assert outputs(client) == tokens
+
+
+@pytest.mark.parametrize(
+    ("size", "pages"),
+    [
+        ({"bytes": 2 * PAGE - 1}, 1),
+        ({"fraction": 0.01}, 1),
+        ({"fraction": 0.99}, 8),
+        ({"tokens": 1}, 1),
+        ({"tokens": TOKENS + 1}, 2),
+    ],
+)
+def test_sizes(client: Client, size: dict[str, Any], pages: int) -> None:
+    assert client.resize_kv_cache(**size).bytes == client.kv_cache().bytes == pages * PAGE
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({}, "send one of bytes, fraction and tokens"),
+        ({"bytes": PAGE, "tokens": 5}, "send one of bytes, fraction and tokens"),
+        ({"bytes": PAGE - 1}, "a page takes 3.0 MiB"),
+        ({"bytes": (PAGES + 1) * PAGE}, "the largest cache, with which the engine began, 27.0 MiB or 4608 tokens"),
+        ({"fraction": 1.5}, "fraction"),
+        ({"tokens": 10_000}, "a KV cache of 20 pages is impossible"),
+        ({"fraction": 0.5, "mode": "keep"}, "mode"),
+    ],
+)
+def test_what_is_refused(client: Client, wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=why):
+        client.resize_kv_cache(**wrong)
+    assert client.kv_cache().bytes == PAGES * PAGE
+
+
+def test_pages_in_use_stay_until_their_requests_end(
+    client: Client, engine: TransformersEngine, frozen: list[Future[list[int]]]
+) -> None:
+    with pytest.raises(DrainDeadlineError, match=r"still ran after 0 s.*the KV cache is as before"):
+        client.resize_kv_cache(fraction=0.5, timeout_s=0)
+    now = client.kv_cache()
+    assert (now.bytes, now.used_bytes, now.smallest_bytes) == (PAGES * PAGE, PAGES * PAGE, PAGES * PAGE)
+    with ThreadPoolExecutor(1) as pool:
+        shrinking = pool.submit(client.resize_kv_cache, fraction=0.5, timeout_s=600)
+
+        wait_until(lambda: engine._slots.limit == 4)
+        with pytest.raises(ConflictError, match="another resize runs"):
+            client.resize_kv_cache(fraction=1.0)
+        assert not shrinking.done()
+        client.continue_generation()
+        assert shrinking.result().bytes == 4 * PAGE
+    assert [each.result() for each in frozen] == outputs(client)
+
+
+def test_requests_are_preempted_if_asked(client: Client, frozen: list[Future[list[int]]]) -> None:
+    before = used_bytes()
+    assert client.resize_kv_cache(fraction=0.5, mode="preempt", timeout_s=0).bytes == 4 * PAGE
+    assert before - used_bytes() == 5 * PAGE
+    assert client.kv_cache().used_bytes == 4 * PAGE
+    client.continue_generation()
+    assert [each.result() for each in frozen] == outputs(client)
+
+
+def test_a_release_and_its_resume_keep_the_size(client: Client) -> None:
+    tokens = outputs(client)
+    client.resize_kv_cache(fraction=0.5)
+    before = used_bytes()
+    client.release()
+    with pytest.raises(ConflictError, match="'kv_cache' is released; resume it first"):
+        client.resize_kv_cache(fraction=1.0)
+    client.resume()
+    assert (used_bytes(), client.kv_cache().bytes) == (before, 4 * PAGE)
+    (tag,) = (tag for tag in client.occupation().tags if tag.tag == "kv_cache")
+    assert (tag.state, tag.shrunk_bytes) == ("resident", 5 * PAGE)
+    assert outputs(client) == tokens
+
+
+def test_growing_without_enough_memory_changes_nothing(client: Client) -> None:
+    tokens = generate(client, PROMPTS[0])
+    client.resize_kv_cache(fraction=0.5)
+    (device,) = ms.read_devices()
+    left = device.total_bytes - device.used_bytes - 2 * PAGE
+    with ms.region("tenant"):
+        tenant = torch.ones(left, dtype=torch.uint8)
+    assert client.kv_cache().largest_bytes == 6 * PAGE
+    with pytest.raises(DeviceMemoryError):
+        client.resize_kv_cache(fraction=1.0)
+    assert client.kv_cache().bytes == 4 * PAGE
+    assert generate(client, PROMPTS[0]) == tokens
+    assert client.resize_kv_cache(tokens=6 * TOKENS).bytes == 6 * PAGE
+    del tenant
