@@ -52,6 +52,7 @@ ANSWERS = {
     "UnsupportedError": (409, "unsupported", None),
     "VerificationError": (500, "verification_failed", None),
     "VerificationUnavailableError": (400, "verification_unavailable", None),
+    "WrongWeightsError": (409, "wrong_weights_version", None),
 }
 
 
