@@ -171,8 +171,9 @@ def test_growing_without_enough_memory_changes_nothing(client: Client) -> None:
     with ms.region("tenant"):
         tenant = torch.ones(left, dtype=torch.uint8)
     assert client.kv_cache().largest_bytes == 6 * PAGE
-    with pytest.raises(DeviceMemoryError):
+    with pytest.raises(DeviceMemoryError, match="too little free memory to grow") as short:
         client.resize_kv_cache(fraction=1.0)
+    assert (short.value.needed_bytes, short.value.free_bytes) == (5 * PAGE, 2 * PAGE)
     assert client.kv_cache().bytes == 4 * PAGE
     assert generate(client, PROMPTS[0]) == tokens
     assert client.resize_kv_cache(tokens=6 * TOKENS).bytes == 6 * PAGE
