@@ -36,7 +36,8 @@ class Arena {
     int device;
     std::string tag;
     Restore restore;
-    std::size_t chunk_bytes = 0;  // what no chunk exceeds, nor crosses a multiple of in its allocation; 0: no matter
+    // No chunk is larger, or reaches over a multiple of it in an allocation; 0: in_chunks() chooses sizes.
+    std::size_t chunk_bytes = 0;
     friend bool operator<(const Key& a, const Key& b) {
       return std::tie(a.device, a.tag, a.restore, a.chunk_bytes) < std::tie(b.device, b.tag, b.restore, b.chunk_bytes);
     }
@@ -131,8 +132,8 @@ class Arena {
     mapped_.add(chunk.address, chunk.bytes);
   }
 
-  // Divides allocations that have no blocks yet into blocks. No chunk begins or ends inside a block, so a block is
-  // mapped or released as a whole and never mixes content written after a failed release with its backup.
+  // Divides allocations that have no blocks yet into blocks. No chunk and nothing shrunk begins or ends inside a block,
+  // so a block is mapped or released as a whole and never mixes content written after a failed release with its backup.
   void make_blocks() {
     for (auto& [address, allocation] : allocations_) {
       if (!allocation.blocks.empty()) continue;
@@ -143,7 +144,7 @@ class Arena {
           if (key_.chunk_bytes != 0) whole = std::min(whole, key_.chunk_bytes - offset % key_.chunk_bytes);
           Block block;
           block.offset = at - begin;
-          block.bytes = std::min(whole, end - at);
+          block.bytes = std::min(whole, shrunk_edge(at, end) - at);
           at += block.bytes;
           blocks.push_back(std::move(block));
         }
@@ -314,6 +315,15 @@ class Arena {
       at = last;
     }
     if (at < end) visit(at, end, nullptr);
+  }
+  // Returns the first address after `at` at which something shrunk begins or ends; `end` if that is earlier.
+  [[nodiscard]] Address shrunk_edge(Address at, Address end) const {
+    for (const auto& [begin, bytes] : shrunk_.ranges()) {
+      for (const Address edge : {begin, begin + bytes}) {
+        if (edge > at) return std::min(edge, end);
+      }
+    }
+    return end;
   }
   // Returns the bytes of the chunk at the beginning of a range, in an arena with a chunk size.
   [[nodiscard]] std::size_t own_chunk(RangeSet::Range range) const {

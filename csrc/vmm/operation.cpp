@@ -95,6 +95,12 @@ class Saver::Operation {
     Restore restore;  // what a resume must restore in its live ranges: of a release, afterwards; of a resume, now
   };
 
+  static std::size_t bytes_of(const std::vector<PlannedChunk>& chunks) {
+    std::size_t sum = 0;
+    for (const auto& planned : chunks) sum += planned.chunk.bytes;
+    return sum;
+  }
+
   // What an operation does on one device.
   struct Work {
     int device = -1;
@@ -128,12 +134,7 @@ class Saver::Operation {
       for (const auto& planned : going) names.insert(planned.arena->key().tag);
       return joined({names.begin(), names.end()});
     }
-    [[nodiscard]] std::size_t bytes() const {
-      std::size_t sum = 0;
-      for (const auto& planned : chunks()) sum += planned.chunk.bytes;
-      for (const auto& planned : going) sum += planned.chunk.bytes;
-      return sum;
-    }
+    [[nodiscard]] std::size_t bytes() const { return bytes_of(chunks()) + bytes_of(going); }
   };
 
   // Adds the work of one arena to devices_.
@@ -180,6 +181,24 @@ class Saver::Operation {
         const Restore fill = arena.comes_back_zero(at, bytes) ? Restore::zero : Restore::discard;
         (kept ? work.kept : work.others).push_back({&arena, {at, bytes, Handle{}}, fill});
       }
+    }
+  }
+
+  // Throws out_of_device_memory if a device has less free memory than the chunks need that this operation maps, or
+  // driver errors. The message says what the operation was `to` do, and what is so `after` the error.
+  void check_room(const char* to, const char* after) {
+    for (const auto& [index, device] : devices_) saver_.stacks_.raise(index);
+    std::map<int, std::size_t> reserved;
+    if (kind_ == Progress::Operation::resume) reserved = saver_.physical_.reserved_by_device();
+    for (const auto& [index, device] : devices_) {
+      const std::size_t chunks = bytes_of(device.chunks());
+      const std::size_t needed = chunks - std::min(chunks, reserved[index]);
+      const MemoryInfo memory = saver_.driver_->memory_info(index);
+      if (needed <= memory.free_bytes) continue;
+      throw Error(ErrorKind::out_of_device_memory, std::string("the device has too little free memory to ") + to)
+          .with_device(index)
+          .with_memory(needed, memory.free_bytes)
+          .with_advice(std::string(after) + "; let other processes free memory and repeat");
     }
   }
 
@@ -501,24 +520,9 @@ class Saver::Resume : public Operation {
     plan_restore(arena, arena.released());
   }
 
-  // Throws out_of_device_memory if a device has less free memory than this resume needs, or driver errors.
-  void check_room() {
-    for (const auto& [index, device] : devices_) saver_.stacks_.raise(index);
-    auto reserved = saver_.physical_.reserved_by_device();
-    for (auto& [index, device] : devices_) {
-      const std::size_t needed = device.bytes() - std::min(device.bytes(), reserved[index]);
-      const MemoryInfo memory = saver_.driver_->memory_info(index);
-      if (needed <= memory.free_bytes) continue;
-      throw Error(ErrorKind::out_of_device_memory, "the device has too little free memory to resume")
-          .with_device(index)
-          .with_memory(needed, memory.free_bytes)
-          .with_advice("everything stays released with its backup; let other processes free memory and repeat");
-    }
-  }
-
   void run() REQUIRES(saver_.backups_.operation_mutex) override {
     const Cleanup unused([this] { saver_.give_back_reserved(); });
-    check_room();
+    check_room("resume", "everything stays released with its backup");
     // Memory for transfers must not take what chunks need.
     restore(saver_.driver_->in_host_memory() && saver_.backups_.short_of_room(bytes()));
     if (!devices_.empty()) saver_.backups_.retain();
@@ -533,7 +537,7 @@ class Saver::Reserve final : public Resume {
   void run() REQUIRES(saver_.backups_.operation_mutex) override {
     saver_.physical_.give_back_reserved();
     try {
-      check_room();
+      check_room("resume", "everything stays released with its backup");
       for (const auto& [index, device] : devices_) {
         for (const auto& [arena, chunk, fill] : device.chunks()) saver_.physical_.reserve(arena->key(), chunk.bytes);
       }
@@ -582,9 +586,7 @@ class Saver::Resize final : public Operation {
   }
 
   void run() REQUIRES(saver_.backups_.operation_mutex) override {
-    for (const auto& [index, device] : devices_) {
-      if (!device.chunks().empty()) saver_.stacks_.raise(index);
-    }
+    check_room("grow", "everything is as before");
     restore(false);
     try {
       forget_backups();

@@ -237,7 +237,7 @@ class KvCacheAnswer(Model):
     bytes: int = Field(description="The size of the cache.")
     used_bytes: int = Field(description="Of it, what requests in flight use.")
     smallest_bytes: int = Field(description="The smallest size now for which no request has to end or be preempted.")
-    largest_bytes: int = Field(description="The largest size now, with what the device has free.")
+    largest_bytes: int = Field(description="The largest size now by what the device has free, but for rounding.")
     full_bytes: int = Field(description="The size with which the engine began.")
     tokens: int = Field(description="Room for so many tokens.")
     page_bytes: int

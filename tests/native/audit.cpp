@@ -58,6 +58,7 @@ struct ArenaAudit {
       end = address + bytes;
       if (!arena.owns(address) || !arena.owns(end - 1)) problem("a chunk is outside all spans", address, bytes);
       if (arena.unmapped_.overlaps(address, bytes)) problem("a free range has memory unlisted", address, bytes);
+      if (arena.shrunk_.overlaps(address, bytes)) problem("what a resize gave back has memory", address, bytes);
       for (const auto& [restore, ranges] : arena.released_under_) {
         if (ranges.overlaps(address, bytes)) problem("content is to be restored where memory is", address, bytes);
       }
@@ -102,6 +103,9 @@ struct ArenaAudit {
       return inside(each.first) || inside(each.first + each.second.bytes);
     });
     if (cut) problem("a chunk begins or ends inside a block", begin, block.bytes);
+    if (arena.shrunk_edge(begin, begin + block.bytes) != begin + block.bytes) {
+      problem("a part of a block was given back by a resize", begin, block.bytes);
+    }
     const std::size_t room = block.kept == Kept::host   ? sum_of(block.host)
                              : block.kept == Kept::file ? block.file.bytes
                                                         : SIZE_MAX;

@@ -149,6 +149,20 @@ def test_requests_are_preempted_if_asked(client: Client, frozen: list[Future[lis
     assert [each.result() for each in frozen] == outputs(client)
 
 
+def test_a_release_does_not_wait_for_a_resize(
+    client: Client, engine: TransformersEngine, frozen: list[Future[list[int]]]
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        shrinking = pool.submit(client.resize_kv_cache, fraction=0.5, timeout_s=600)
+        wait_until(lambda: engine._slots.limit == 4)
+        assert client.release(mode="keep").released_bytes > PAGES * PAGE
+        client.resume()
+        assert not shrinking.done()
+        client.continue_generation()
+        assert shrinking.result().bytes == 4 * PAGE
+    assert [each.result() for each in frozen] == outputs(client)
+
+
 def test_a_release_and_its_resume_keep_the_size(client: Client) -> None:
     tokens = outputs(client)
     client.resize_kv_cache(fraction=0.5)
@@ -171,8 +185,9 @@ def test_growing_without_enough_memory_changes_nothing(client: Client) -> None:
     with ms.region("tenant"):
         tenant = torch.ones(left, dtype=torch.uint8)
     assert client.kv_cache().largest_bytes == 6 * PAGE
-    with pytest.raises(DeviceMemoryError):
+    with pytest.raises(DeviceMemoryError, match="too little free memory to grow") as short:
         client.resize_kv_cache(fraction=1.0)
+    assert (short.value.needed_bytes, short.value.free_bytes) == (5 * PAGE, 2 * PAGE)
     assert client.kv_cache().bytes == 4 * PAGE
     assert generate(client, PROMPTS[0]) == tokens
     assert client.resize_kv_cache(tokens=6 * TOKENS).bytes == 6 * PAGE

@@ -539,3 +539,21 @@ def test_forked_child_is_refused() -> None:
     process.join()
     assert used(saver) == MIB
     assert content(address, MIB) == expected
+
+
+def test_no_content_is_lost_beside_what_a_resize_gave_back() -> None:
+    """A block begins and ends where that does, also if it is made while both are without memory."""
+    saver = make()
+    for _ in range(2):
+        last = saver.allocate(0, "t", "discard", 40 * MIB)
+    release(saver)
+    resume(saver)  # in chunks of 64 and 16 MiB
+    assert saver.resize("t", [(last + 24 * MIB, 16 * MIB)], 1.0)["tags"][0]["released_bytes"] == 16 * MIB
+    release(saver)
+    saver.allocate(0, "t", "discard", MIB)
+    release(saver, t="host")
+    resume(saver)
+    expected = fill(last, 24 * MIB, 3)
+    release(saver, t="host")
+    resume(saver)
+    assert content(last, 24 * MIB) == expected

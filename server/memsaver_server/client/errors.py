@@ -82,7 +82,7 @@ class UnavailableError(AnswerError):
 
 
 class DeviceMemoryError(UnavailableError):
-    """The device has too little free memory to resume. All is still released, and the call can be repeated."""
+    """The device has too little free memory to resume or to grow. All is as before, and the call can be repeated."""
 
 
 class HostMemoryError(AnswerError):
