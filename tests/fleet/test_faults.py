@@ -10,10 +10,11 @@ from collections.abc import Callable
 from itertools import product
 
 import pytest
+import torch
 
 from memsaver_core import MemsaverError
 from memsaver_server import clock
-from memsaver_server.fleet import AsyncFleet, Fleet, FleetResult, MemoryRecord, StaticMembership
+from memsaver_server.fleet import AsyncFleet, Fleet, FleetResult, MemoryRecord, Selector, StaticMembership
 from tests.waiting import wait_until
 
 from .conftest import Site, Sites
@@ -194,3 +195,16 @@ def test_a_record_that_cannot_be_written_moves_nothing(coordinate: Callable[...,
     with pytest.raises(Exception, match="the disk is full"):
         fleet.release()
     assert all(site.is_serving for site in sites.values())
+
+
+@pytest.mark.guards("an undone resume discarded weights that their own release had kept")
+def test_what_an_engine_kept_is_kept_by_an_undo(fleet: Fleet, sites: Sites) -> None:
+    assert fleet.release(Selector(names=("a", "c"))).success
+    assert fleet.release(Selector(names=("b",)), restore={"weights": "discard"}).success
+    sites["b"].engine.memory.fail("resume", MemsaverError("no"))
+    result, again = fleet.resume(), fleet.resume()
+    for site in sites.values():  # what was lost is written again
+        site.engine.weights.copy_(torch.arange(len(site.engine.weights)))
+        site.http.post("/content_written", json={}).raise_for_status()
+    assert (result.rolled_back, again.success) == (True, True), (result.message, again.message)
+    assert [engine.lost for engine in result.engines] == [(), ("weights",), ()]

@@ -15,7 +15,8 @@ from typing import NoReturn
 import pytest
 
 from memsaver_core import MemsaverError
-from memsaver_core.contract.requests import FleetRelease
+from memsaver_core.contract.errors import ServerEndsError
+from memsaver_core.contract.requests import FleetRelease, Tagged
 from memsaver_server.fleet import (
     AsyncFleet,
     FileRecord,
@@ -416,3 +417,34 @@ def test_another_verb_is_another_operation(sites: Sites, tmp_path: Path) -> None
     asyncio.run(run())
     assert (ids[0], ids[2]) == (ids[1], ids[3])
     assert len(set(ids)) == 3
+
+
+@pytest.mark.guards("a release of what a hibernated engine holds, which does nothing, was repeated for ever")
+def test_nothing_of_a_hibernated_engine_is_on_the_device(
+    fleet: Fleet, sites: Sites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = sites["b"].engine.memory
+    status = memory.status
+    assert fleet.release().success
+    memory.resume(Tagged(tags=("weights",)))
+    monkeypatch.setattr(memory, "status", lambda: status().model_copy(update={"hibernated": True}))
+    assert fleet.reconcile() == []
+    assert fleet.resume().success
+    assert [each.name for each in fleet.reconcile()] == ["b"]  # which is to be resident
+
+
+def test_the_end_of_a_coordinator_is_the_error_of_its_operation(sites: Sites) -> None:
+    async def run() -> FleetOperation:
+        async with AsyncFleet(StaticMembership([sites["a"].member]), silence_s=SILENCE_S) as fleet:
+            sites["a"].wire.on('"prepare":true', "delay", times=1)
+            operation = fleet.start(FleetOperation.of(FleetRelease().resolved(1.0)))
+            while operation.phase != "preparing":
+                await asyncio.sleep(0)
+            assert operation.task is not None
+            operation.task.cancel()
+            await asyncio.wait({operation.task})
+            return operation
+
+    error = asyncio.run(run()).error
+    assert isinstance(error, ServerEndsError)
+    assert "in phase 'aborting'" in str(error)

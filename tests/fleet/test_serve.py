@@ -685,3 +685,9 @@ def test_the_patience_is_an_option(tmp_path: Path) -> None:
     members.write_text("[]")
     ran = memsaver("fleet", "serve", "--members", str(members), "--silence", "4000", "--port", "0")
     assert (ran.returncode, "silence_s is '4000.0'" in ran.stderr) == (1, True)
+
+
+def test_any_name_of_an_engine_can_be_in_a_header(sites: Sites) -> None:
+    with served([Member(" a\n\x07名é", sites["a"].wire.url)]) as http:
+        answer = http.post("/v1/completions", json={})
+    assert (answer.status_code, answer.headers["x-memsaver-engine"]) == (404, "a???é")

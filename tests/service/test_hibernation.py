@@ -52,6 +52,8 @@ def test_tags_that_stay_come_back_with_it(http: httpx.Client) -> None:
     http.post("/release_memory_occupation", json={"tags": ["kv_cache"], "hibernate": True}).raise_for_status()
     device = http.get("/memory_occupation").json()["devices"][0]
     assert device["used_bytes"] == sum(source["bytes"] for source in device["sources"]) == 0
+    plan = http.post("/release_memory_occupation", json={"dry_run": True}).json()
+    assert plan["message"] == "dry run: nothing to release"  # as the release itself says
     http.post("/resume_memory_occupation", json={"tags": ["kv_cache"]}).raise_for_status()
     assert http.get("/memory_occupation").json()["devices"][0]["used_bytes"] >= 24 * MIB
     assert tokens(http) == before

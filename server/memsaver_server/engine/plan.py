@@ -28,7 +28,8 @@ def plan_release(lifecycle: Lifecycle, request: Release) -> PlanAnswer:
     memory.check_tags((*request.tags, *request.restore))
     now = lifecycle.snapshot()
     asked = narrowed(request, now.status.tags) if now.status.enabled else request
-    tags = [_released(tag, asked) for tag in now.status.tags if not asked.tags or tag.tag in asked.tags]
+    held = () if now.status.hibernated else now.status.tags  # then nothing is on the device
+    tags = [_released(tag, asked) for tag in held if not asked.tags or tag.tag in asked.tags]
     host, file = backup_rooms(tags, now.status)
     blockers = [*_general_blockers(now.status, request, now.running)]
     if request.hibernate and now.status.enabled:

@@ -12,20 +12,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from typing import Any, Literal
 
 from memsaver_core.contract.phases import Phase
+from memsaver_core.contract.policies import keeps_all
 from memsaver_core.contract.requests import OPPOSITE, STATES, Selector
 from memsaver_server import clock
 from memsaver_server.fleet.budget import groups_of
 from memsaver_server.fleet.connection import EngineFailure
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.record import Keeper, Outcome, RecordError, Running, Wanted
+from memsaver_server.fleet.record import Keeper, Outcome, RecordError, Running, Wanted, wishes_for
 
 logger = logging.getLogger("memsaver")
 
@@ -225,7 +226,7 @@ class Execution:
             part.after = await part.connection.occupation()
             tags = part.tags if moves else part.moved(request.operation)
             if tags:
-                body = {"tags": list(tags), **await self._options_back()}
+                body = {"tags": list(tags), **await self._options_back(part, tags)}
                 # Another coordinator may have begun it: an equal call joins that, another one follows it.
                 asked = sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:8]
                 key, limit_s = f"{part.operation_id}-undo-{asked}", self._timeout_s + self._silence_s
@@ -246,14 +247,23 @@ class Execution:
             return failure.kind == "not_found"  # a new process, or long ago
         return True
 
-    async def _options_back(self) -> dict[str, object]:
-        """Return the options with which memory is moved back. It may wait for the end of what is being undone."""
+    async def _options_back(self, part: Part, tags: Collection[str]) -> dict[str, object]:
+        """Return the options with which ``tags`` of an engine are moved back; to release them, those that are wanted of
+        this engine. Content that it has is kept. It may wait for the end of what is being undone."""
         request = self._request
         if request.operation == "release":
             return {"wait": True, "wait_for_memory_s": self._timeout_s}
-        wanted = [wish for wish in (await self._keeper.load()).wanted if wish.state == "released"]
-        options = dict(wanted[-1].options) if wanted else {}
-        return {"wait": True, "timeout_s": self._timeout_s, **options}
+        wishes = wishes_for(part.member, (await self._keeper.load()).wanted)
+        options: dict[str, Any] = {}
+        restore: dict[str, str] = {}
+        for tag in part.after.tags if part.after else ():
+            wish = wishes.get(tag.tag, wishes.get(None))
+            if tag.tag in tags and wish is not None and wish.state == "released":
+                options |= wish.options
+                policy = wish.options.get("restore", {}).get(tag.tag)
+                if policy and (keeps_all(policy) or tag.content == "lost"):
+                    restore[tag.tag] = policy
+        return {"wait": True, "timeout_s": self._timeout_s, **options, "restore": restore}
 
     async def _look(self) -> None:
         await asyncio.gather(*(part.look() for part in self._parts))

@@ -15,6 +15,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from typing_extensions import Unpack
 
+from memsaver_core.contract.errors import ServerEndsError
 from memsaver_core.contract.requests import (
     DEFAULT_LEASE_S,
     STATES,
@@ -290,7 +291,8 @@ class AsyncFleet:
             operation.conclude(result)
             return result
         except BaseException as error:
-            operation.conclude(None, error)
+            ends = isinstance(error, asyncio.CancelledError)
+            operation.conclude(None, _coordinator_ends(operation) if ends else error)
             raise
         finally:
             self.on_ended(operation)
@@ -382,6 +384,13 @@ class AsyncFleet:
     def _report(self, operation: FleetOperation, event: str) -> None:
         operation.go(event)
         self._hub.publish("operation", **operation.progress_now().model_dump(mode="json"))
+
+
+def _coordinator_ends(operation: FleetOperation) -> ServerEndsError:
+    return ServerEndsError(
+        f"the coordinator ended while {operation.request.operation} {operation.id} was in phase '{operation.phase}'; "
+        "what was not undone, the next one with its record brings to an end"
+    )
 
 
 def _cannot_prepare(member: Member) -> EngineFailure:

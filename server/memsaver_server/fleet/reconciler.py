@@ -147,9 +147,11 @@ def _steps(part: Part, wanted: tuple[Wanted, ...]) -> list[tuple[Wanted, tuple[s
     if part.before is None or part.before.operation_id is not None:  # it is busy with what somebody asked for
         return []
     wishes = wishes_for(part.member, wanted)
+    asleep = part.before.hibernated  # then nothing of it is on the device
     steps: dict[int, list[str]] = {}
     for tag in part.before.tags:
         wish = wishes.get(tag.tag, wishes.get(None))
-        if wish is not None and (tag.resident_bytes if wish.state == "released" else tag.released_bytes):
+        off_device, on_device = (tag.released_bytes or asleep), (tag.resident_bytes and not asleep)
+        if wish is not None and (on_device if wish.state == "released" else off_device):
             steps.setdefault(wanted.index(wish), []).append(tag.tag)
     return [(wanted[at], tuple(tags)) for at, tags in steps.items()]

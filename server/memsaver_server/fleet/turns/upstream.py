@@ -111,4 +111,6 @@ def request_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 def answer_headers(headers: httpx.Headers, engine: str) -> Headers:
     """Return the headers of an engine's answer that the client gets, and the engine's name."""
     kept = [(name, value) for name, value in headers.raw if name.decode("latin-1").lower() not in _HOP | _SERVER]
-    return [*kept, (b"x-memsaver-engine", engine.encode("latin-1", "replace"))]
+    # No other letters may be in a header.
+    shown = "".join(letter if letter.isprintable() else "?" for letter in engine.strip())
+    return [*kept, (b"x-memsaver-engine", shown.encode("latin-1", "replace"))]
