@@ -197,7 +197,6 @@ def test_a_record_that_cannot_be_written_moves_nothing(coordinate: Callable[...,
     assert all(site.is_serving for site in sites.values())
 
 
-@pytest.mark.guards("an undone resume discarded weights that their own release had kept")
 def test_what_an_engine_kept_is_kept_by_an_undo(fleet: Fleet, sites: Sites) -> None:
     assert fleet.release(Selector(names=("a", "c"))).success
     assert fleet.release(Selector(names=("b",)), restore={"weights": "discard"}).success

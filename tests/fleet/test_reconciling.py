@@ -419,7 +419,6 @@ def test_another_verb_is_another_operation(sites: Sites, tmp_path: Path) -> None
     assert len(set(ids)) == 3
 
 
-@pytest.mark.guards("a release of what a hibernated engine holds, which does nothing, was repeated for ever")
 def test_nothing_of_a_hibernated_engine_is_on_the_device(
     fleet: Fleet, sites: Sites, monkeypatch: pytest.MonkeyPatch
 ) -> None:
