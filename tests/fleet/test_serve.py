@@ -7,6 +7,7 @@ import gc
 import http.client
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -663,6 +664,27 @@ def test_the_command(sites: Sites, tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(600) == 0
     assert json.loads((tmp_path / "record.json").read_text())["wanted"][0]["state"] == "released"
+
+
+def test_too_few_open_files(tmp_path: Path) -> None:
+    """A coordinator that may not open a file for each connection says so, and can still be reached."""
+    members = tmp_path / "members.yaml"
+    members.write_text(json.dumps([f"http://127.0.0.1:{port}" for port in range(1, 21)]))
+    command = [sys.executable, "-m", "memsaver_server.cli", "fleet", "serve", "--members", str(members), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+        assert (
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+            == (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2
+        )
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (100, 100))
+        answer = httpx.post(f"{url}/release_memory_occupation", timeout=600)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "fleet_unknown")
+        assert "20 engines need 144 open files, but this process may have 100" in answer.json()["message"]
+        assert httpx.get(f"{url}/livez", timeout=600).status_code == 200
+        process.terminate()
+        assert process.wait(600) == 0
 
 
 def test_a_call_does_not_join_what_was_given_up(sites: Sites) -> None:

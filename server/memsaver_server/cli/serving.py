@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import resource
 import signal
 import socket
 import sys
@@ -54,6 +55,8 @@ def starting(extra: str) -> Iterator[None]:
     sys.stderr = stream = LogStream("stderr", 2)
     atexit.register(stream.settle, END_S)
     _end_on_signals()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # shells give 1,024; each caller and engine takes some
     try:
         yield
     except (ImportError, ValueError, RuntimeError, OSError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import resource
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,11 +15,14 @@ from memsaver_server import clock
 from memsaver_server.fleet.budget import uuids_of
 from memsaver_server.fleet.connection import QUIET_S, Connection, Coordinator, EngineFailure
 from memsaver_server.fleet.locks import Locks
-from memsaver_server.fleet.members import Member, Membership
+from memsaver_server.fleet.members import Member, Membership, MembershipError
 from memsaver_server.fleet.parts import Part
 
 #: How long two addresses count as one engine's before they are asked again, seconds.
 KNOWN_S = 60.0
+#: Files that the connections to one engine take, those of an operation included, and that the rest of a process takes.
+#: Without this bound a coordinator that has too few could not accept its callers' connections.
+ENGINE_FILES, OTHER_FILES = 4, 64
 
 logger = logging.getLogger("memsaver")
 _Key = tuple[str, str, str | None]
@@ -39,6 +43,13 @@ class Roster:
 
     async def members(self) -> list[Member]:
         listed = self.one_each(await self.membership.members())
+        needed = OTHER_FILES + ENGINE_FILES * len(listed)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if needed > files != resource.RLIM_INFINITY:
+            raise MembershipError(
+                f"{len(listed)} engines need {needed} open files, but this process may have {files}; raise its limit "
+                "(ulimit -n, LimitNOFILE of systemd) and start it again"
+            )
         await self._drop_all_but(listed)
         return listed
 
