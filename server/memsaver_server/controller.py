@@ -59,7 +59,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class EngineRow:
+class EngineState:
     """One engine as status calls of dialects show it.
 
     Attributes:
@@ -174,7 +174,7 @@ class Controller(Protocol[OperationT]):
     async def occupation(self, coordinator: str = "") -> dict[str, Any]:
         """Return what is held now, as JSON; ``coordinator`` asks for it, and holds the engine."""
 
-    async def rows(self, selected: Fields | None) -> Sequence[EngineRow]:
+    async def rows(self, selected: Fields | None) -> Sequence[EngineState]:
         """Return the selected engines; None: all, if there are any."""
 
     def health(self, *, ready: bool) -> HealthAnswer:

@@ -19,7 +19,7 @@ from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, R
 from memsaver_core.contract.status import AdmissionStatus, HealthAnswer, OccupationAnswer, OccupiedDevice
 from memsaver_server import clock
 from memsaver_server.audit import AuditLog
-from memsaver_server.controller import Answer, Capability, EngineRow, Models
+from memsaver_server.controller import Answer, Capability, EngineState, Models
 from memsaver_server.engine import (
     Engine,
     GeneratingEngine,
@@ -284,10 +284,10 @@ class EngineController:
             self._held = coordinator, clock.monotonic()
         return self._occupation(await self._monitor.fresh()).model_dump(mode="json")
 
-    async def rows(self, selected: Fields | None) -> Sequence[EngineRow]:
+    async def rows(self, selected: Fields | None) -> Sequence[EngineState]:
         now = self.lifecycle.snapshot()
         return [
-            EngineRow(
+            EngineState(
                 name=self.name,
                 url="",
                 state=now.state,

@@ -13,7 +13,7 @@ import httpx
 from memsaver_server.controller import Answer
 from memsaver_server.fleet.connection import key_advice
 from memsaver_server.fleet.observer import GLANCE_S, Observer
-from memsaver_server.fleet.results import CallRow, EngineStatus
+from memsaver_server.fleet.results import CallRow, EngineStatus, count_of
 from memsaver_server.fleet.turns.upstream import Upstreams
 
 _HEADERS = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
@@ -69,10 +69,10 @@ def answer_of(rows: list[CallRow], done: str, more: Mapping[str, Any] | None = N
     failed = [row for row in rows if not row.success]
     about = {"status": "failed" if failed else "ok", "engines": [row.model_dump() for row in rows], **(more or {})}
     if not failed:
-        return Answer({"success": True, "message": f"{done} on {_engines(len(rows))}.", **about})
+        return Answer({"success": True, "message": f"{done} on {count_of(rows)}.", **about})
     reasons = "; ".join(f"{row.name}: {row.message}" for row in failed)
     status = failed[0].status if failed[0].status >= 400 else 502
-    message = f"{len(failed)} of {_engines(len(rows))} failed: {reasons}"
+    message = f"{len(failed)} of {count_of(rows)} failed: {reasons}"
     body = failed[0].body if isinstance(failed[0].body, dict) else {}
     error = body.get("error") if isinstance(body.get("error"), dict) else {}
     kind = str(error.get("type") or "engine_failed") if error else "engine_failed"
@@ -85,7 +85,3 @@ def _content(text: bytes) -> Any:
         return json.loads(text)
     except ValueError:
         return text.decode(errors="replace")[:1000]
-
-
-def _engines(count: int) -> str:
-    return f"{count} engine{'' if count == 1 else 's'}"

@@ -29,7 +29,7 @@ from memsaver_core.contract.requests import (
 )
 from memsaver_core.contract.status import HealthAnswer
 from memsaver_server.audit import AuditLog
-from memsaver_server.controller import Answer, Capability, EngineRow, Models
+from memsaver_server.controller import Answer, Capability, EngineState, Models
 from memsaver_server.fleet import results
 from memsaver_server.fleet.broadcast import answer_of, call_each
 from memsaver_server.fleet.fleet import AsyncFleet
@@ -294,7 +294,7 @@ class FleetController:
         await self._observer.glance()
         return self._occupation().model_dump(mode="json")
 
-    async def rows(self, selected: Fields | None) -> Sequence[EngineRow]:
+    async def rows(self, selected: Fields | None) -> Sequence[EngineState]:
         await self._observer.glance()
         engines = self._observer.status.engines if selected is None else self._engines_of(selected)
         return [_row(engine) for engine in engines]
@@ -415,10 +415,10 @@ def _public(error: BaseException | None) -> BaseException:
     return error or RuntimeError("the operation has not ended")
 
 
-def _row(engine: results.EngineStatus) -> EngineRow:
+def _row(engine: results.EngineStatus) -> EngineState:
     now = engine.occupation
     tags = now.tags if now else ()
-    return EngineRow(
+    return EngineState(
         name=engine.name,
         url=engine.url,
         state=engine.state,

@@ -60,7 +60,7 @@ class FleetOperation(Operation):
     """Use it in one event loop.
 
     Attributes:
-        origin: whose idea it was.
+        origin: whether a caller asked for it, or the coordinator began it.
         cause: why the coordinator does it, if it was not just asked to.
         wish: what the record is to say once it is carried out.
         digest: of its request; empty if no caller can name it.

@@ -8,7 +8,7 @@ from memsaver_core.contract.reports import held_by
 from memsaver_server import clock
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.results import FleetResult
+from memsaver_server.fleet.results import FleetResult, count_of
 
 #: Engines of one kind that a message lists; the answer has all.
 _LISTED = 8
@@ -52,7 +52,7 @@ def _message(operation: FleetOperation, strays: Sequence[Part], prepared_for_s: 
     reasons = "; ".join(filter(None, [why, each]))
     but = _listed(map(_stray, strays))
     if operation.how in ("done", "each"):
-        all_of = f"{len(parts)} engine{'s'[: len(parts) != 1]}"
+        all_of = count_of(parts)
         return f"{done} on {len(parts) - len(failed)} of {all_of}; {reasons}" if failed else f"{done} on {all_of}"
     if operation.how == "aborted":
         after = "All engines are as before"

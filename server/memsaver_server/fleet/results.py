@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sized
 from typing import Any, Literal
 
 from pydantic import Field
@@ -22,6 +22,11 @@ Stage = Literal["asking", "preparing", "committing", "aborting", "rolling_back",
 def state_of(occupation: OccupationAnswer) -> str:
     """Return the state of an engine in one word."""
     return "prepared" if occupation.prepared is not None else occupation.state
+
+
+def count_of(engines: Sized) -> str:
+    """Return ``1 engine``, ``2 engines`` and so on."""
+    return f"{len(engines)} engine{'s'[: len(engines) != 1]}"
 
 
 class FleetError(Exception):

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from memsaver_core.contract.errors import BadRequestError
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.requests import ASKS_ONLY, Acts, DrainMode, Fields
-from memsaver_server.controller import Answer, Controller, EngineRow, Models
+from memsaver_server.controller import Answer, Controller, EngineState, Models
 from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, joined, operated, plain, takes
 from memsaver_server.http.service import ControllerOf, ServiceOf, response_of
@@ -207,7 +207,7 @@ def _add_calls_of_ray_serve(routes: APIRouter, models: Models) -> None:
 
 
 async def _flags(
-    controller: Controller[Any], fields: Any, name: str, flag: Callable[[EngineRow], bool]
+    controller: Controller[Any], fields: Any, name: str, flag: Callable[[EngineState], bool]
 ) -> dict[str, Any]:
     """Return what ``flag`` says of each engine, and whether it is true of any, by this ``name``."""
     rows = await controller.rows(fields)
