@@ -59,8 +59,7 @@ class HostPool {
     for (auto& thread : threads_) thread.join();
   }
 
-  // Throws out_of_host_memory if `bytes` more exceed the limit, or what must be pinned for them exceeds the available
-  // memory.
+  // Throws out_of_host_memory if `bytes` more exceed the limit, or what they need pinned exceeds available memory.
   void check(std::size_t bytes) {
     std::size_t fresh = 0;
     {

@@ -37,8 +37,7 @@ class SharedStore {
   using Answer = SharedIndex::Answer;
 
   // Joins the store of this name, or founds it; the founder's limit holds for all. Throws configuration if neither is
-  // possible, after a few seconds if its processes do not answer. It delegates, so that the destructor runs if it
-  // throws.
+  // possible, after a few seconds if its processes do not answer. Delegates, so that a throw runs the destructor.
   SharedStore(Driver& driver, const std::string& name, std::size_t limit_bytes) : SharedStore(driver, name) {
     Forks::instance().add(this);  // before anything is open that a child would keep
     std::promise<void> joined;

@@ -89,8 +89,7 @@ class Driver {
   virtual void copy_to_host(int device, void* to, Address from, std::size_t bytes, Stream stream) = 0;
   virtual void copy_to_device(int device, Address to, const void* from, std::size_t bytes, Stream stream) = 0;
   virtual void fill_zero(int device, Address address, std::size_t bytes, Stream stream) = 0;
-  // Digests item i into results[i], asynchronously; both must be in registered memory that outlives the work. Only if
-  // has_digest().
+  // Digests item i into results[i], asynchronously: both stay in registered memory until done. Only if has_digest().
   virtual void digest(int device, const DigestKey& key, const DigestItem* items, std::size_t count, Digest* results,
                       Stream stream) = 0;
   // Does the slow part of the first has_digest(), without using the device: streams may be in use or captured.
