@@ -331,7 +331,7 @@ class SharedStore {
     index_->leave();
     index_->mutex.unlock();
   }
-  // Returns false if the index was not free for a second; later calls do not wait until it was free once.
+  // Returns false if the index was not free for a second. Until a call finds it free, later ones do not wait.
   [[nodiscard]] bool lock_index() TRY_ACQUIRE(true, index_->mutex) {
     const bool locked = index_->mutex.lock_within(index_busy_ ? std::chrono::milliseconds(0) : kIndexTimeout);
     index_busy_ = !locked;

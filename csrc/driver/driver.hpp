@@ -55,8 +55,8 @@ class Driver {
 
   // As create(), for memory that other processes can map as well.
   [[nodiscard]] virtual Handle create_exportable(int device, std::size_t bytes) = 0;
-  // Returns a descriptor of such memory for another process to import, which the caller closes. Until then the device
-  // may not get the memory back; the same holds for each process that imported it.
+  // Returns a descriptor of such memory for another process to import, which the caller closes. Until then, and
+  // while any process has imported it, the memory may stay in use.
   [[nodiscard]] virtual int export_handle(int device, Handle handle) = 0;
   // Returns a handle of memory that another process exported, to be mapped for `device` and released as any other. The
   // memory stays that process's, the descriptor the caller's.
