@@ -1,5 +1,5 @@
-"""Buffers that the ranks of a group read from each other: one of each rank, mapped by all of them. Unlike CUDA IPC, in
-whose place an engine's own all-reduce uses them, they can be released, and the process can be checkpointed then."""
+"""Buffers that the ranks of a group read from each other: one of each rank, mapped by all of them. An engine's own
+all-reduce uses them in place of CUDA IPC: they can be released, and the process can then be checkpointed."""
 
 from __future__ import annotations
 

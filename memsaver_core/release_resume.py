@@ -137,8 +137,8 @@ def release_with(request: MemoryRequest, *, log: PhaseLog | None = None) -> Oper
 
 
 def check_backups(tags: Iterable[TagStatus], restore: Mapping[str, str]) -> None:
-    """Raise UnsupportedError if a release of ``tags``, with the policies of ``restore`` before their own, would keep
-    content in host memory of which the device's memory is a part: it would free nothing."""
+    """Raise UnsupportedError if a release of ``tags`` would free nothing, because it keeps content in host memory and
+    the device has no other memory. Policies in ``restore`` override those of the tags."""
     has_host_memory = process.backend().has_host_memory
     for tag in tags:
         if restore.get(tag.tag, tag.restore) not in ("host", "mixed"):
@@ -314,5 +314,5 @@ def _report(operation: Verb, names: list[str], result: dict[str, Any], log: Phas
 
 
 def _named(tags: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the tags of a call; one that is a single text is one tag."""
+    """Return the tags of a call; a single string is one tag."""
     return (tags,) if isinstance(tags, str) else tuple(tags or ())

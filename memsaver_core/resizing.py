@@ -19,8 +19,8 @@ def resize(
     """Give the memory of a part of a tag back to the driver, or take it again; addresses stay.
 
     What stays is not touched. What comes back is zero. Memory goes in whole pieces (``chunk_bytes`` of the region):
-    one of which a part stays, stays. Nothing may use the unused part until a later resize keeps it again. A release of
-    the tag and its resume leave the unused part where it is. All or nothing, on all devices.
+    a piece stays if any part of it does. Nothing may use the unused part until a later resize keeps it again. A release
+    of the tag and its resume leave the unused part where it is. All or nothing, on all devices.
 
     Args:
         tag: which; its memory must be resident.
@@ -62,8 +62,7 @@ def _bytes_of(tag: str, what: str = "bytes") -> int:
 
 
 def _ranges(saver: _native.Saver, tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return (address, bytes) of contiguous tensors; to the end of the memory behind one that is the end of its
-    storage."""
+    """Return (address, bytes) of contiguous tensors. One at the end of its storage reaches to the end of the memory."""
     ends = process.backend().ends(saver, [tensor.untyped_storage() for tensor in tensors])
     ranges = []
     for tensor in tensors:

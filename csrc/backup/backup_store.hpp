@@ -32,7 +32,7 @@ struct BackupSettings {
   std::string shared_backups;  // the name of a store of host memory that other processes use, too; empty: none
 };
 
-// Owns what content is kept in, and decides until when: pinned host memory for each NUMA node, the backup file, the
+// Owns what content is kept in, and decides how long: pinned host memory for each NUMA node, the backup file, the
 // shared store, the pipelines of the devices, and a thread in the background. Any thread may call any function.
 class BackupStore {
  public:
@@ -63,8 +63,8 @@ class BackupStore {
   // Held by a release, a resume, a reader, or the thread in the background. Taken before every other lock.
   Mutex operation_mutex ACQUIRED_BEFORE(mutex_);
 
-  // Adds a device, with the NUMA node next to it, and how many nodes all devices have, which share the limit of host
-  // memory. The functions below need their device to be added.
+  // Adds a device, with the NUMA node next to it. All devices have `nodes` nodes, which share the limit of host memory.
+  // The functions below need their device to be added.
   void add_device(int device, int node, std::size_t nodes) EXCLUDES(mutex_) {
     const Lock lock(mutex_);
     auto& pool = pools_[node];

@@ -42,8 +42,9 @@ inline void check_available(std::size_t bytes, const std::string& whose = "") {
 //
 // Several threads make slices in parallel: mapped, with huge pages advised, on the NUMA node of the device, touched.
 // Registering a slice holds a lock of the CUDA driver that copies and unmaps need too, so one thread at a time does it.
-// While an operation waits for memory that is the thread in take(), between its copies: with 6 to 16 other threads, the
-// first release of 16 GiB ran at 26 to 32 GB/s on an H200. Otherwise it is a maker. No copy or range spans two slices.
+// While an operation waits for memory, the thread in take() does it, between its copies; otherwise a maker. With 6 to
+// 16 other threads instead, the first release of 16 GiB ran at 26 to 32 GB/s on an H200. No copy or range spans two
+// slices.
 class HostPool {
  public:
   // `numa_node` of -1 leaves the placement to the kernel.
@@ -58,7 +59,7 @@ class HostPool {
     for (auto& thread : threads_) thread.join();
   }
 
-  // Throws out_of_host_memory if `bytes` more exceed the limit, or those not pinned yet the machine's available memory.
+  // Throws out_of_host_memory if `bytes` more exceed the limit, or what they need pinned exceeds available memory.
   void check(std::size_t bytes) {
     std::size_t fresh = 0;
     {

@@ -117,7 +117,7 @@ class Packing {
     ExponentSample samples[kSamples];
   };
 
-  // Warns of a failure that only costs speed. In a handler; a lost context goes on.
+  // For handlers: warns of a failure that only costs speed; rethrows a lost context.
   static void unless_lost(const Error& error, const char* consequence) {
     if (error.kind == ErrorKind::context_lost) throw;
     warn(std::string(consequence) + ": " + error.what());

@@ -21,7 +21,7 @@ void note_damage(const ContentBlock& content, Error& error) {
       "and load the content anew");
 }
 
-// Does so for a new error that names the block, and returns it.
+// Marks a block as not restored. Returns an error that names it.
 Error damaged_backup(const ContentBlock& content, const char* what) {
   Error error(ErrorKind::backup, what);
   note_damage(content, error);

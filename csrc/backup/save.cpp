@@ -13,7 +13,7 @@ namespace memsaver {
 
 namespace {
 
-// Owns the digests of a save's blocks, in windows of which each is digested while the one before it is saved.
+// Owns the digests of a save's blocks, in windows: each is digested while the one before it is saved.
 class DigestWindows {
  public:
   struct Window {
@@ -90,7 +90,7 @@ class FileWrites {
   [[nodiscard]] const FileTransfers& transfers() const { return transfers_; }
 
  private:
-  // Returns bounce memory for the last of transfers_, if need be after older ones; a single one is always served.
+  // Returns bounce memory for the last of transfers_; waits for older ones if it is short. A single one always gets it.
   std::unique_ptr<HostPool::Bounce> take_bounce(std::size_t bytes) {
     const Stopwatch watch(seconds_.host_memory);
     for (;;) {
@@ -120,8 +120,8 @@ class FileWrites {
   FileTransfers transfers_;
 };
 
-// Owns what one save has claimed in the shared store and not published. Of equal content that several processes save at
-// once each writes a part: it claims no more than it is copying, takes what others have written, and waits for what
+// Owns what one save has claimed in the shared store and not published. If several processes save equal content at
+// once, each writes a part: it claims no more than it is copying, takes what others have written, and waits for what
 // they are writing. Functions throw driver errors; no block is left without an owner of its memory.
 class SharedSave {
  public:
@@ -221,8 +221,8 @@ class SharedSave {
 };
 
 // Decides which blocks of one save may be packed; called for each of them, in order. The first ones of each tag stay
-// raw: a release packs in the memory where they were, and a resume unpacks by way of theirs. They are at most an eighth
-// of the tag, but never less than two buffers need.
+// raw: a release packs in the memory that they leave, and a resume unpacks through it. They are at most an eighth of
+// the tag, but never less than two buffers need.
 class RawFirst {
  public:
   explicit RawFirst(const std::vector<ContentBlock>& blocks) {
@@ -369,8 +369,8 @@ class SaveTask {
     }
   }
 
-  // Takes memory for packing once as much was dropped, less if there is too little and more later; may finish all
-  // batches but the newest one for that. Only while nothing is being packed.
+  // Takes memory for packing once as much was dropped: at first less if there is too little. May finish all batches but
+  // the newest for that. Only while nothing is being packed.
   bool make_room() {
     while (packing_.buffers() == 0 && dropped_bytes_ < Packing::kBytes && batches_.size() > 1) finish_oldest();
     if (packing_.buffers() == 0) drop_saved(Packing::kBytes);

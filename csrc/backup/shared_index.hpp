@@ -283,7 +283,7 @@ class SharedIndex {
   }
   // Notes that this member has the slab mapped.
   void set_mapped(std::uint32_t slab) REQUIRES(mutex) { layout_.slabs[slab].mapped |= me(); }
-  // Notes that this member no longer maps the complete slabs that it needs for none of `entries`, and returns them.
+  // Notes that this member unmaps the complete slabs in which no part of `entries` lies, and returns those slabs.
   [[nodiscard]] std::vector<std::uint32_t> unmap_unneeded(const std::vector<std::uint32_t>& entries) REQUIRES(mutex) {
     std::set<std::uint32_t> needed;
     for (const std::uint32_t entry : entries) {
@@ -455,7 +455,7 @@ class SharedIndex {
     }
     return slabs;
   }
-  // Returns whether the sizes of a kept entry can be those of what a process of this version wrote.
+  // Returns whether a process of this version can have written a kept entry with these sizes.
   [[nodiscard]] static bool is_sound(const Entry& entry, const std::vector<Piece>& pieces) {
     std::size_t grains = 0;
     for (const auto& piece : pieces) grains += piece.grains;

@@ -37,7 +37,7 @@ class SharedStore {
   using Answer = SharedIndex::Answer;
 
   // Joins the store of this name, or founds it; the founder's limit holds for all. Throws configuration if neither is
-  // possible, after a few seconds if its processes do not answer. Delegates, so that the destructor runs then.
+  // possible, after a few seconds if its processes do not answer. Delegates, so that a throw runs the destructor.
   SharedStore(Driver& driver, const std::string& name, std::size_t limit_bytes) : SharedStore(driver, name) {
     Forks::instance().add(this);  // before anything is open that a child would keep
     std::promise<void> joined;
@@ -89,8 +89,8 @@ class SharedStore {
   // Returns the addresses of what was found kept. Throws out_of_host_memory.
   [[nodiscard]] std::vector<HostRange> memory_of(const Answer& kept) { return map(kept.pieces, to_pages(kept.bytes)); }
   // Takes pinned memory for what was claimed, rounded up to pages and zero beyond `bytes`; `expected` bytes will be
-  // needed in all. Returns nothing if the index is not free. Throws out_of_host_memory or driver errors: the claim has
-  // no memory that its caller knows.
+  // needed in all. Returns nothing if the index is not free. Throws out_of_host_memory or driver errors: the caller
+  // owns no memory of the claim.
   [[nodiscard]] std::vector<HostRange> take(std::uint32_t entry, std::size_t bytes, std::size_t expected,
                                             int numa_node) {
     for (bool fragmented = false;; fragmented = true) {
@@ -142,7 +142,7 @@ class SharedStore {
     for (const auto& change : changes) change();
     index_->mutex.unlock();
   }
-  // Waits, for 10 ms, until another process published or gave up something since changes() was `seen`; if none did,
+  // Waits up to 10 ms until another process publishes or gives up something after changes() was `seen`; if none does,
   // gives up what dead processes were writing.
   void wait_for_change(std::uint32_t seen) {
     index_->wait_for_change(seen, kPoll);
@@ -213,15 +213,15 @@ class SharedStore {
   }
 
  private:
-  // For the processes that look for the store before this one.
+  // How long to wait while other processes look for the store.
   static constexpr std::chrono::milliseconds kLockTimeout{5000};
-  static constexpr std::chrono::milliseconds kAnswerTimeout{5000};  // for one of those that have it
+  static constexpr std::chrono::milliseconds kAnswerTimeout{5000};  // of a process that has it
   static constexpr std::chrono::milliseconds kIndexTimeout{1000};
   static constexpr std::chrono::milliseconds kUpkeep{1000};  // how soon the memory of a dead process is given back
   static constexpr std::chrono::milliseconds kPoll{10};
   static constexpr std::chrono::milliseconds kSlabTimeout{5000};  // for a slab that another process makes
   static constexpr std::size_t kTouchers = 8;                     // 8 GiB in 1.6 s, of pages of 4 KiB
-  // In errors, after the name of the limit.
+  // Follows the name of the limit in errors.
   static constexpr char kWhose[] = " of all processes of the store, which its first one sets";
 
   // The stores of this process. A forked child is no member of them, and must not keep their memory.
@@ -294,7 +294,7 @@ class SharedStore {
     }
     throw no_store(std::string("it cannot be offered to others: ") + std::strerror(errno));
   }
-  // Gets the file from any process of the store, or makes it, while no other looks for it: two would double the limit.
+  // Gets the file from a process of the store, or makes it. Others wait meanwhile: two files would double the limit.
   void open_file(std::size_t limit_bytes) {
     const std::optional<int> found = sockets_.request(kAnswerTimeout);
     if (!found) {
@@ -331,7 +331,7 @@ class SharedStore {
     index_->leave();
     index_->mutex.unlock();
   }
-  // Returns false if the index was not free for a second; then does not wait again until it was free.
+  // Returns false if the index was not free for a second. Until a call finds it free, later ones do not wait.
   [[nodiscard]] bool lock_index() TRY_ACQUIRE(true, index_->mutex) {
     const bool locked = index_->mutex.lock_within(index_busy_ ? std::chrono::milliseconds(0) : kIndexTimeout);
     index_busy_ = !locked;
@@ -342,7 +342,7 @@ class SharedStore {
     const Lock lock(mutex_);
     pending_.push_back(std::move(change));
   }
-  // Reaches the index only if it leaves no use of the entry in this process.
+  // Changes the index only if this was the last use of the entry in this process.
   void drop_use(std::uint32_t entry) REQUIRES(index_->mutex) EXCLUDES(mutex_) {
     {
       const Lock lock(mutex_);
@@ -403,7 +403,7 @@ class SharedStore {
       slab->pin(driver_);
     }
   }
-  // Takes those of the slabs that are mapped out of slabs_, so that map() maps them anew, and returns them.
+  // Removes the slabs that are mapped from slabs_, and returns them; map() then maps them anew.
   [[nodiscard]] Slabs take_out(const std::vector<std::uint32_t>& slabs) REQUIRES(pin_mutex_) EXCLUDES(mutex_) {
     Slabs taken;
     const Lock lock(mutex_);

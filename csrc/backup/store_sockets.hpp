@@ -20,7 +20,7 @@
 namespace memsaver {
 
 // Owns the Unix sockets by which processes of one user hand each other the descriptor of a store's memory file. Each
-// listens under a separate abstract name, which ends with it. One thread at a time, except stop().
+// process listens under a separate abstract name, free once it ends. One thread at a time, except stop().
 class StoreSockets {
  public:
   // Throws configuration unless `store` is 1 to 64 letters, digits, '-', '_' and '.'.
@@ -167,7 +167,7 @@ class StoreSockets {
     file = -1;
   }
 
-  // As request(), of all processes at once, so that stopped ones cost no time, until one answers or all have closed.
+  // As request(): asks all processes at once, so that stopped ones cost no time, until one answers or all have closed.
   [[nodiscard]] std::optional<int> request_from_all(std::chrono::milliseconds timeout) const {
     const auto until = Clock::now() + timeout;
     bool any = false;  // a process has one of the names

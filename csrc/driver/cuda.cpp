@@ -182,7 +182,7 @@ class CudaDevice {
     return context_ != nullptr;
   }
 
-  // Returns those of the memory to create. Throws configuration if the device has no virtual memory management.
+  // Returns the properties of memory to create. Throws configuration if the device has no virtual memory management.
   [[nodiscard]] AllocationProperties properties() {
     const Lock lock(mutex_);
     if (properties_.type == 0) {
@@ -530,7 +530,7 @@ class CudaDriver final : public Driver {
     calls_(api_.host_get_device_pointer, &address, const_cast<Value*>(host), 0);
     return address;
   }
-  // Thread blocks that pack or unpack so much content.
+  // Returns how many thread blocks pack or unpack this content.
   static std::size_t blocks_for(std::size_t bytes, std::size_t element_bytes) {
     const std::size_t per_block = kPackedGroup * kPackingGroups * element_bytes;
     return std::max<std::size_t>(1, (bytes + per_block - 1) / per_block);

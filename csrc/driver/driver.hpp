@@ -55,8 +55,8 @@ class Driver {
 
   // As create(), for memory that other processes can map as well.
   [[nodiscard]] virtual Handle create_exportable(int device, std::size_t bytes) = 0;
-  // Returns a descriptor of such memory for another process to import, which the caller closes. It may keep the memory
-  // from the device until then, as each process that imported it does.
+  // Returns a descriptor of such memory for another process to import, which the caller closes. Until then, and
+  // while any process has imported it, the memory may stay in use.
   [[nodiscard]] virtual int export_handle(int device, Handle handle) = 0;
   // Returns a handle of memory that another process exported, to be mapped for `device` and released as any other. The
   // memory stays that process's, the descriptor the caller's.
@@ -89,7 +89,7 @@ class Driver {
   virtual void copy_to_host(int device, void* to, Address from, std::size_t bytes, Stream stream) = 0;
   virtual void copy_to_device(int device, Address to, const void* from, std::size_t bytes, Stream stream) = 0;
   virtual void fill_zero(int device, Address address, std::size_t bytes, Stream stream) = 0;
-  // Digests item i into results[i], asynchronously: both in registered memory that outlives it. Only if has_digest().
+  // Digests item i into results[i], asynchronously: both stay in registered memory until done. Only if has_digest().
   virtual void digest(int device, const DigestKey& key, const DigestItem* items, std::size_t count, Digest* results,
                       Stream stream) = 0;
   // Does the slow part of the first has_digest(), without using the device: streams may be in use or captured.
@@ -97,7 +97,8 @@ class Driver {
   // Returns whether digest() works. The first call may compile a kernel.
   [[nodiscard]] virtual bool has_digest(int device) noexcept = 0;
 
-  // support/packing.hpp, asynchronously: all in registered host memory that outlives it. Only if has_packing().
+  // As in support/packing.hpp, asynchronously; arrays and results must be in registered host memory that outlives the
+  // work. Only if has_packing().
   virtual void sample(int device, const PackItem* items, std::size_t count, ExponentSample* samples, Stream stream) = 0;
   // Packs `content` into `room`. Writes the packed bytes to *packed_bytes, 0 if there are more than the room.
   virtual void pack(int device, const PackPlan& plan, const PackItem& content, const PackItem& room,

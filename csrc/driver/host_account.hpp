@@ -68,7 +68,7 @@ class HostAccount {
 
   std::string path_;
   const int file_;
-  Ledger* ledger_ = nullptr;  // its content: only within a Guard, but for capacity_bytes and states
+  Ledger* ledger_ = nullptr;  // its content: only within a Guard, except capacity_bytes and states
   int slot_ = -1;
   bool own_ = true;  // the slot is this process's
   Mutex mutex_;      // record locks belong to the process: this excludes its threads from each other

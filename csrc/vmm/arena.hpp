@@ -36,7 +36,7 @@ class Arena {
     int device;
     std::string tag;
     Restore restore;
-    // No chunk is larger, or reaches over a multiple of it in an allocation; 0: in_chunks() chooses sizes.
+    // No chunk is larger, or crosses a multiple of it in an allocation; 0: in_chunks() chooses sizes.
     std::size_t chunk_bytes = 0;
     friend bool operator<(const Key& a, const Key& b) {
       return std::tie(a.device, a.tag, a.restore, a.chunk_bytes) < std::tie(b.device, b.tag, b.restore, b.chunk_bytes);
@@ -114,8 +114,8 @@ class Arena {
     chunks_.emplace(chunk.address, chunk);
     forget_loss(chunk.address, chunk.bytes);
   }
-  // Notes that a chunk lost its memory: a resume must restore its live ranges as `restore` says; if that is nothing,
-  // they are shrunk.
+  // Notes that a chunk lost its memory: a resume must restore its live ranges as `restore` says; without it they are
+  // shrunk.
   void drop_chunk(Address address, std::optional<Restore> restore) {
     const auto found = chunks_.find(address);
     const Chunk chunk = found->second;
@@ -156,7 +156,7 @@ class Arena {
   // its first memory back after about 1.2 ms of copying, then doubling to 1 GiB. The driver's cost grows with the
   // number of handles (H200: about 9 us create + 21 us access + 15 us unmap + 13 us release each): 64 GiB are mapped in
   // 64 ms in handles of 32 MiB, in 4 ms in handles of 1 GiB. Beyond that the copies hide it. A chunk size in the key
-  // goes before all that.
+  // overrides this.
   [[nodiscard]] std::vector<RangeSet::Range> in_chunks(RangeSet::Range range) const {
     constexpr std::size_t first = 64 * kSizeUnit;
     constexpr std::size_t largest = 1024 * kSizeUnit;

@@ -49,7 +49,7 @@ class MemoryMap {
     }
     return selected;
   }
-  // Sets what arenas that are busy are busy with.
+  // Sets the operation that busy arenas are in.
   void set_operation(Progress::Operation kind) REQUIRES(mutex) { operation_ = kind; }
 
   // Fills in the tags, their bytes, and the state.
@@ -65,7 +65,7 @@ class MemoryMap {
       status.tags.push_back(std::move(tag));
     }
   }
-  // Returns the sum of Arena::unprepared_bytes() of what is kept in host memory, without busy arenas.
+  // Returns the sum of Arena::unprepared_bytes() of the idle arenas that are kept in host memory.
   [[nodiscard]] std::size_t unprepared_bytes() const REQUIRES(mutex) {
     std::size_t sum = 0;
     for (const auto& [key, arena] : arenas_) {

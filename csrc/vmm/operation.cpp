@@ -16,8 +16,8 @@ namespace memsaver {
 
 namespace {
 
-// A dead range smaller than this is copied along with its neighbours: copying 64 KiB takes about a microsecond, a
-// further copy several.
+// A dead range smaller than this is copied with its neighbours: to copy 64 KiB takes about a microsecond, to start
+// another copy several.
 constexpr std::size_t kSmallestGap = kSizeUnit / 16;
 constexpr std::size_t kFirstMemory = 64 * kSizeUnit;
 
@@ -57,8 +57,8 @@ class Saver::Operation {
   virtual ~Operation() = default;
 
   // Waits for the operation under way, marks the arenas of `tags` busy and plans them all at the same instant, then
-  // runs the plan. Throws as its Saver function, with the tags and bytes of the plan unless the error has others: as on
-  // success, no arena is busy and deferred frees are done.
+  // runs the plan. Throws as its Saver function; an error without tags and bytes gets those of the plan. Even then, no
+  // arena is busy and deferred frees are done.
   OperationResult perform(const Tags& tags) {
     saver_.check_process();
     const Lock one_at_a_time(saver_.backups_.operation_mutex);
@@ -92,7 +92,7 @@ class Saver::Operation {
   struct PlannedChunk {
     Arena* arena;
     Chunk chunk;      // resume: without a handle until it is acquired
-    Restore restore;  // what a resume must restore in its live ranges: of a release, afterwards; of a resume, now
+    Restore restore;  // how its live ranges are restored: by the resume after this release, or by this resume
   };
 
   static std::size_t bytes_of(const std::vector<PlannedChunk>& chunks) {
@@ -108,7 +108,7 @@ class Saver::Operation {
     std::vector<PlannedChunk> kept;                   // chunks under content
     std::vector<PlannedChunk> others;                 // chunks whose content is not kept
     std::vector<PlannedChunk> going;                  // chunks that a resize gives back
-    std::map<std::string, std::size_t> lost_bytes;    // with the driver again, by tag
+    std::map<std::string, std::size_t> lost_bytes;    // given to the driver, by tag
     std::map<std::string, std::size_t> gained_bytes;  // mapped, by tag
     std::size_t freed_bytes = 0;
     double first_memory_seconds = 0;
@@ -184,8 +184,8 @@ class Saver::Operation {
     }
   }
 
-  // Throws out_of_device_memory if a device has less free memory than the chunks need that this operation maps, or
-  // driver errors. The message says what the operation was `to` do, and what is so `after` the error.
+  // Throws out_of_device_memory if a device has too little free memory for the chunks to be mapped, or driver errors.
+  // The message says what the operation was `to` do, and the state `after` the error.
   void check_room(const char* to, const char* after) {
     for (const auto& [index, device] : devices_) saver_.stacks_.raise(index);
     std::map<int, std::size_t> reserved;
@@ -606,7 +606,7 @@ class Saver::Resize final : public Operation {
     }
   }
 
-  // Gives back the backups of chunks that go: their content ends, and zeros come back.
+  // Drops the backups of the chunks to be given back: these come back with zeros.
   void forget_backups() REQUIRES(saver_.backups_.operation_mutex) EXCLUDES(saver_.map_.mutex) {
     const Lock lock(saver_.map_.mutex);
     for (auto& [index, device] : devices_) {

@@ -99,7 +99,7 @@ class PhysicalMemory {
       throw error.with_tag(key.tag).with_device(device).with_bytes(bytes);
     }
   }
-  // Unmaps and releases a chunk, whose live ranges a resume must restore as `restore` says, or none if that is nothing.
+  // Unmaps and releases a chunk. A resume must restore its live ranges as `restore` says; without it, no resume does.
   // Throws driver errors: the chunk is as it was, or unmapped with its handle an orphan.
   void drop(Arena& arena, const Chunk& chunk, std::optional<Restore> restore) EXCLUDES(map_.mutex) {
     const int device = arena.key().device;
@@ -241,7 +241,7 @@ class PhysicalMemory {
   void give_back(Orphan orphan) noexcept EXCLUDES(map_.mutex, orphans_mutex_) {
     if (!try_give_back(orphan)) add(std::move(orphan));
   }
-  // Tries once. Returns whether nothing is left; else `orphan`, and its entry if it is on the list, say what.
+  // Tries once. Returns whether nothing is left; else `orphan`, and its entry in the list if any, say what is left.
   bool try_give_back(Orphan& orphan) noexcept EXCLUDES(map_.mutex, orphans_mutex_) {
     try {
       if (orphan.mapped_at != 0) {

@@ -14,7 +14,7 @@ struct TagSnapshot {
   std::size_t bytes = 0;
   std::size_t resident_bytes = 0;
   std::size_t released_bytes = 0;
-  std::size_t shrunk_bytes = 0;    // given back by a resize, and by no resume brought back
+  std::size_t shrunk_bytes = 0;    // given back by a resize; no resume brings them back
   std::size_t retained_bytes = 0;  // mapped, but in no live allocation
   std::size_t backed_up_bytes = 0;
   std::size_t kept_bytes = 0;           // what these backups take: less if they are packed, nothing for zeros

@@ -8,8 +8,8 @@
 namespace memsaver {
 
 // Owns addresses of a device for a buffer that processes share, and the memory behind them, which comes and goes. Any
-// thread may call any function of the kinds below. Every function that is not noexcept throws driver errors, forked or
-// context_lost.
+// thread may call any function of the classes below. Every function that is not noexcept throws driver errors, forked
+// or context_lost.
 class FixedRange {
  public:
   // Reserves `bytes`, rounded up to what the device maps at once. The saver must outlive this.
@@ -22,7 +22,7 @@ class FixedRange {
 
  protected:
   // Maps the memory that `take` returns, after giving back what a failed unmap() left. Only while it is not accessible.
-  // Throws what `take` throws, too: there is none.
+  // Throws what `take` throws, too: nothing is mapped.
   void map(const std::function<Handle()>& take);
   // Waits for the device, then unmaps and releases the memory. Throws: the memory is as it was or unmapped, and a
   // repeat does the rest.
@@ -48,7 +48,7 @@ class SharedBuffer : public FixedRange {
   SharedBuffer(Saver& saver, int device, std::size_t bytes);
 
   // Returns a descriptor of the memory for ImportedBuffer in another process, which the caller closes. After a
-  // release() it is of memory that is no longer used. Throws configuration, too, while released.
+  // release() the buffer no longer uses that memory. Throws configuration, too, while released.
   [[nodiscard]] int export_fd() EXCLUDES(mutex_);
   // Copies the content to host memory and gives the device memory back; does nothing while released. The device gets it
   // once no other process has it mapped and every exported descriptor is closed. Throws out_of_host_memory, too: the

@@ -28,7 +28,7 @@ class MemsaverError(RuntimeError):
     def __init_subclass__(
         cls, kind: str | None = None, status: int | None = None, retry_after_s: int | None = None
     ) -> None:
-        """What a class does not give, it has from its base."""
+        """What a class does not set, it inherits."""
         cls.kind, cls.status = kind or cls.kind, status or cls.status
         cls.retry_after_s = retry_after_s or cls.retry_after_s
         dataclass(eq=False, repr=False)(cls)

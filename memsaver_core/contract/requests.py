@@ -156,7 +156,7 @@ class _Operation(Tagged):
         return 0.0
 
     def resolved(self, drain_timeout_s: float) -> Self:
-        """Return the request with sorted tags, and the service's deadline of a drain if it has one and names none."""
+        """Return the request with sorted tags, and the service's drain deadline if it can have one and names none."""
         deadline = {"timeout_s": drain_timeout_s} if getattr(self, "timeout_s", 0.0) is None else {}
         return self.model_copy(update={"tags": tuple(sorted(self.tags)), **deadline})
 

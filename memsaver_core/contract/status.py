@@ -139,8 +139,8 @@ class HostBackupStatus(HostBackup):
     target_bytes: int = 0  # capacity after the growth under way; ``capacity_bytes`` if there is none
 
     def room_bytes(self, available_bytes: int) -> int:
-        """Return how much more backups may take, bytes: within the limit, of what the host has ``available_bytes``
-        and of pinned memory that is unused, ready or growing."""
+        """Return how many more bytes backups may take, within the limit: ``available_bytes`` of the host, and unused
+        pinned memory, ready or growing."""
         if (store := self.shared_store) is not None:
             used, pinned, limit = store.used_bytes, store.total_bytes, store.limit_bytes
         else:

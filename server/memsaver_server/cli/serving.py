@@ -134,7 +134,7 @@ def _end_on_signals() -> None:
 
 
 def _wait_for_signal() -> None:
-    """Raise Ended once a signal was received, even if its handler raised in ``__del__``, of which Python drops it."""
+    """Raise Ended once a signal was received, even if its handler raised in ``__del__``, where Python drops errors."""
     while os.read(_received, 1)[0] not in _SIGNALS:
         pass
     raise Ended

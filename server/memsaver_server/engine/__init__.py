@@ -74,7 +74,7 @@ class Memory(Protocol):
 
 @runtime_checkable
 class WatchedMemory(Memory, Protocol):
-    """A memory in other processes, of which the death of one is an event."""
+    """A memory in other processes; the death of one is an event."""
 
     def on_failure(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once ``status`` says ``failed``, from any thread."""
@@ -235,9 +235,9 @@ class CachePages:
     """The pages of a KV cache: what its allocator hands out, numbered from 0.
 
     Attributes:
-        total: of the largest cache.
-        kept: of the cache now: the first ``kept`` have memory.
-        used: that requests in flight use.
+        total: how many the largest cache has.
+        kept: how many the cache has now: the first ``kept`` have memory.
+        used: how many requests in flight use.
         needed: all that are in use are among the first ``needed``.
         page_bytes: device memory of a page, all layers together.
         page_tokens: tokens that a page holds.
@@ -273,8 +273,8 @@ class ResizableEngine(Engine, Protocol):
         """
 
     def resize_kv_cache(self, pages: int) -> None:
-        """Have memory behind the first ``pages`` pages alone (``memsaver_core.resize``), and hand out these. No other
-        is in use, and the memory of the cache is resident. A cached prefix on a page that goes is forgotten.
+        """Back only the first ``pages`` pages with memory (``memsaver_core.resize``), and hand out these. No other is
+        in use, and the memory of the cache is resident. A cached prefix on a page that goes is forgotten.
 
         Raises:
             OutOfDeviceMemoryError: the device has too little free memory; the cache is as before.

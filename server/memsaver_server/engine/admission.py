@@ -73,8 +73,8 @@ class Admission:
 
     @contextmanager
     def pausing(self, *, asleep: bool) -> Iterator[None]:
-        """Pause generation until ``unpause``, by the block, which drains the engine. If it raises, the pause is undone.
-        Raises PauseEndedError if ``unpause`` was called meanwhile."""
+        """Pause generation until ``unpause``; the block drains the engine. If it raises, the pause is undone. Raises
+        PauseEndedError if ``unpause`` was called meanwhile."""
         own = object()
         with self._lock:
             self._pausing.add(own)

@@ -201,7 +201,7 @@ class Lifecycle:
     def tags_to_resume(self, requested: tuple[str, ...]) -> tuple[str, ...]:
         """Return the tags that a resume of the ``requested`` ones brings back; none means all that are released.
 
-        The others come back with the last of them, if they are such as no client names.
+        Released tags that no client names come back with the last of the others.
         """
         left = released_tags(self.memory.status()) - set(requested)
         complete = requested and left <= self._implicit and not left & COMMON_TAGS

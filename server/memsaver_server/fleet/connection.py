@@ -62,7 +62,7 @@ class Coordinator:
         silence_s: an engine that does not answer for so long counts as silent, seconds.
         verify: as for the client; one for all engines, as making one takes longer than a call.
         holds: it brings the engines to what is wanted all the time.
-        turns: bounds how many calls that engines answer at once are in flight.
+        turns: limits how many calls are in flight, of those that engines answer at once.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Connection:
 
     @property
     def silent_s(self) -> float:
-        """For how long a call has had no answer that engines give at once; 0 if that is not long."""
+        """How long a call that engines answer at once has had no answer; 0 if that is not long."""
         waits_s = clock.monotonic() - min(self._unanswered.values(), default=math.inf)
         return waits_s if waits_s > QUIET_S else 0.0
 

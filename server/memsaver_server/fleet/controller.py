@@ -405,7 +405,7 @@ class FleetController:
 
 
 def _public(error: BaseException | None) -> BaseException:
-    """Return the error of an operation that could not be begun as callers of a service know it."""
+    """Return, as callers of a service know it, the error of an operation that could not begin."""
     if isinstance(error, results.NoEngineError):
         return errors.NotFoundError(str(error))
     if isinstance(error, results.FleetError):

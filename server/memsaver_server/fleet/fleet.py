@@ -60,7 +60,7 @@ DEFAULT_TIMEOUT_S = 60.0
 
 
 class AsyncFleet:
-    """Coordinates the engines of a membership. Use it in one event loop, and one of it for a record.
+    """Coordinates the engines of a membership. Use it in one event loop, and only one with a record.
 
     It is not the source of truth: what the engines are is asked of them, what is wanted is in the record. Operations
     that share an engine or a GPU run one after another, others side by side.
@@ -201,7 +201,7 @@ class AsyncFleet:
         return [await operation.outcome() for operation in (await self._recover()).values()]
 
     async def _recover(self) -> dict[str, FleetOperation]:
-        """Begin to end what another coordinator had begun; return that by id. It gets its engines' locks first."""
+        """Begin to end operations of another coordinator; return them by id. They get their engines' locks first."""
         async with self._recovering:
             if self._left is None:
                 self._left = dict((await self._keeper.load()).running)
@@ -253,7 +253,7 @@ class AsyncFleet:
         return await operation.outcome()
 
     async def check(self, asked: AskedOfFleet, operation_id: str, name: str, noun: str) -> None:
-        """Check that an id, by the ``name`` and ``noun`` of its caller, stands for no request but ``asked``.
+        """Check that an id stands for no request but ``asked``; errors call it ``name``, a ``noun``.
 
         Raises:
             IdempotencyKeyError: it stands for another.
@@ -324,7 +324,7 @@ class AsyncFleet:
                 return await self._execute(operation)
 
     async def _reconciled(self, operation: FleetOperation, body: Mapping[str, Any]) -> FleetResult:
-        """Carry an operation of the reconciler out, which holds the locks of the one engine that it is about."""
+        """Carry out an operation of the reconciler, which holds the locks of its one engine."""
 
         async def carry_out() -> FleetResult:
             (part,) = operation.parts

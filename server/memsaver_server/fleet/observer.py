@@ -103,7 +103,7 @@ class Observer:
             await asyncio.sleep(max(INTERVAL_S, (SHARE - 1) * self._took_s))
 
     def _take(self, wanted: Sequence[Wanted], at: float, ask: asyncio.Task[Part]) -> None:
-        """Note what a look at one engine has found, if no other has that began later."""
+        """Note what a look at one engine has found, unless one that began later has noted it."""
         if not ask.cancelled():
             part = ask.result()
             name = part.member.name
@@ -116,7 +116,7 @@ class Observer:
 
     def _show(self, wanted: Iterable[Wanted]) -> None:
         """Have all readers know what was seen."""
-        # Those that have left, or have another address now, to which alone their keys are sent.
+        # Drops those that have left, or have another address now: keys are sent to that alone.
         for name, (_, seen) in list(self._engines.items()):
             if name not in self.members or self.members[name].url != seen.url:
                 del self._engines[name]

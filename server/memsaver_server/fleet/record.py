@@ -125,7 +125,7 @@ class RecordContent(Model):
         return known if known is not None and known.at > time.time() - KEPT_S else None
 
     def first(self, operation_id: str, digest: str) -> str:
-        """Return in words the other request for which an id stands; empty if that is the one of ``digest``, or none."""
+        """Describe the other request that an id stands for; empty if it stands for that of ``digest``, or for none."""
         known, running = self.known(operation_id), self.running.get(operation_id)
         if known is not None and known.digest != digest:
             return f"{known.verb} {operation_id}"

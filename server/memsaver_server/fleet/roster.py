@@ -97,8 +97,8 @@ class Roster:
         return sorted(missing)
 
     def asking(self, member: Member, max_age_s: float = 0.0, *, anew: bool = False) -> tuple[float, asyncio.Task[Part]]:
-        """Return when a member was asked, and the task that does. All who look at the fleet share them, for reading
-        alone: one that began at most ``max_age_s`` seconds before this call, or unless ``anew`` that of a silent one.
+        """Return when a member was asked, and the task that asks it. Readers of the fleet share a task, for reading
+        alone, if it began at most ``max_age_s`` seconds before this call or, unless ``anew``, if the member is silent.
         """
         key, now = _key(member), clock.monotonic()
         at, ask = self._asks.get(key, (-math.inf, None))
@@ -149,7 +149,7 @@ class Roster:
         await self._drop_all_but([])
 
     def _may_be_selected(self, part: Part, selector: Selector) -> bool:
-        """Whether a member that is asked may be selected: not one that is silent, and when it was seen last was not."""
+        """Whether a member that is asked may be selected: not if it is silent and did not match when last seen."""
         known = self._known.get(part.member.name)
         return known is None or known.url != part.member.url or not part.connection.silent_s or selector.matches(known)
 

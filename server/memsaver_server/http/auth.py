@@ -35,7 +35,7 @@ def has_valid_key(request: Request, key: SecretStr | None) -> bool:
 
 
 def kind_of(settings: Settings, scope: Scope) -> Kind:
-    """Return the kind of a request, by which it has its turn; whether a signature is valid shows its body alone."""
+    """Return the kind of a request, which decides its turn; only the body would show whether a signature is valid."""
     request = Request(scope)
     keys = (settings.api_key, settings.read_key)
     if settings.api_key is not None and not any(has_valid_key(request, key) for key in keys):

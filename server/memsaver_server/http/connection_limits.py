@@ -69,7 +69,7 @@ class Connections:
             next(iter(self._waiting)).drop("evicted")
 
     def is_crowded(self) -> bool:
-        """Whether what is left is for probes."""
+        """Whether the connections that are left are for probes."""
         most = max_connections()
         return len(self._busy) >= most - max(1, most // PROBE_SHARE)
 

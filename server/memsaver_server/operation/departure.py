@@ -1,4 +1,4 @@
-"""Work for a client that may go away before its answer: then it ends."""
+"""Work for a client that may go away before its answer: the work then ends."""
 
 from __future__ import annotations
 

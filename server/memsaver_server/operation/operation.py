@@ -64,9 +64,9 @@ class Operation:
         key: the Idempotency-Key of that call, or None. If it is to be prepared, this key proves who its owner is.
         memory: what it moves, if this process knows.
         phase_timeout_s: seconds without progress after which a phase counts as stalled.
-        changed: the lock of all that follows; those of one queue share it. No other lock of the service is taken in it.
+        changed: the lock of all that follows, one for a queue. No other lock of the service is taken in it.
         state: its state in ``table``.
-        cancelled_by: who has cancelled it; if that was too late, it ends otherwise all the same.
+        cancelled_by: who has cancelled it; if that was too late, it ends as if nobody had.
         forced_by: who has cancelled it without being its owner.
         committed: it was prepared, and goes on.
         callers: how many calls it answers.
@@ -206,7 +206,7 @@ class Operation:
         return not self.blocks_others or (key == self.key if self.key is not None else client == self.client)
 
     def audited(self) -> dict[str, object]:
-        """Return what the audit log has of it beside what it has of every operation."""
+        """Return its fields in the audit log beyond those of every operation."""
         return {} if self.forced_by is None else {"forced_by": self.forced_by}
 
     def conflict(self, refused: str, advice: str) -> errors.ConflictError:
@@ -369,7 +369,8 @@ class Operation:
             return ends
 
     def as_forgotten(self) -> Operation:
-        """Return it as it answers repeats after it is forgotten: without phases, and figures by tag and device."""
+        """Return a copy that answers repeats after it is forgotten: without phases, and without figures by tag and
+        device."""
         kept = copy(self)
         kept.memory, kept.log = None, PhaseLog(tuple)
         if self.error is not None:  # what led to it has tracebacks, too

@@ -66,8 +66,8 @@ class OperationQueue:
     def submit(self, request: Asked, work: Work, *, key: str | None, client: str) -> Operation:
         """Enqueue ``work``, or return the operation in flight that ``request`` repeats.
 
-        A call joins an operation only if nothing that would undo it is queued behind that. One that is to be prepared
-        is joined by its owner alone, whose repeats renew its lease.
+        A call joins an operation only if nothing queued behind that would undo it. Only its owner joins one that is to
+        be prepared; each repeat renews the lease.
 
         Args:
             key: the caller's Idempotency-Key. A repeat under the same key gets the operation that its first call got,

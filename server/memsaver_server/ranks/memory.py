@@ -358,7 +358,7 @@ def _released(reports: Sequence[OperationReport]) -> set[str]:
 
 
 def _changed(before: Sequence[Status | None], after: Sequence[Status | None]) -> tuple[str, ...]:
-    """Return the tags of memory of which some rank has more released in ``after`` than in ``before``."""
+    """Return the tags of which some rank has more memory released in ``after`` than in ``before``."""
     changed: set[str] = set()
     for one, other in zip(before, after, strict=True):
         earlier = {tag.tag: tag.released_bytes for tag in one.tags} if one is not None else {}

@@ -41,7 +41,7 @@ class RankDevices:
         return self._numbers[rank].get(index, index)
 
     def note(self, rank: int, devices: Iterable[DeviceDelta]) -> None:
-        """Take over what ``rank`` counted after a step, which stands where this process cannot read the device."""
+        """Note what ``rank`` counted after a step; it is used where this process cannot read the device."""
         for device in devices:
             number = self.number(rank, device.index)
             used = {"used_bytes": device.used_after_bytes}

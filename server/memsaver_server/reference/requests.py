@@ -65,7 +65,7 @@ class Sampling(BaseModel, frozen=True):
 @dataclass(eq=False)
 class Request:
     """A prompt and its output so far, together ``ids``. Once submitted, only the scheduler changes it. Its ``slot``
-    (-1: none) holds keys and values of the first ``cached`` ids; of ``reused`` it held them before the request came.
+    (-1: none) holds keys and values of the first ``cached`` ids; it held those of ``reused`` before the request came.
     ``finish`` is SGLang's ``finish_reason``, or the error that answers it; None while it has not ended."""
 
     prompt: list[int]
@@ -92,7 +92,7 @@ class Request:
         return self.cached < len(self.ids) - 1
 
     def pick(self, logits: Tensor) -> int:
-        """Draw the next token from ``logits`` ``[vocabulary]``, of which NaN is the least likely."""
+        """Draw the next token from ``logits`` ``[vocabulary]``; NaN is the least likely."""
         if self.greedy:
             return int(torch.argmax(logits))
         if self._generator is None:

@@ -172,7 +172,7 @@ class ModelRunner:
             self.check()
 
     def resize(self, slots: int) -> None:
-        """Have memory behind the first ``slots`` slots and the spare one alone. Only between two steps. Raises as
+        """Back only the first ``slots`` slots and the spare one with memory. Only between two steps. Raises as
         ``memsaver_core.resize``."""
         ms.resize("kv_cache", unused=self._cache.behind(slots + 1))
 

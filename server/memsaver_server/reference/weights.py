@@ -36,8 +36,9 @@ _WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
 
 @dataclass(frozen=True)
 class Partition:
-    """The part of a model that ``rank`` of ``ranks`` holds. ``dims`` has, by a tensor's name, the dimension along which
-    it is divided; -1: a sum over the ranks adds it, so rank 0 holds it, and the others zeros. Others are whole."""
+    """The part of a model that ``rank`` of ``ranks`` holds. ``dims`` maps a tensor's name to the dimension along which
+    it is divided; -1: a sum over the ranks adds it, so rank 0 holds it, and the others zeros. Tensors not in ``dims``
+    are whole."""
 
     rank: int
     ranks: int
@@ -226,8 +227,8 @@ def read_payload(payload: Sequence[str], load_format: str | None) -> dict[str, T
 def check_update(
     model: nn.Module, given: Mapping[str, Tensor], partition: Partition, *, complete: bool
 ) -> dict[str, Tensor]:
-    """Return this rank's part of each whole tensor ``given``, of which ``complete`` asks for all. Raises ValueError if
-    names, shapes or types do not fit the model's, RuntimeError if the weights are released."""
+    """Return this rank's part of each whole tensor ``given``; with ``complete`` these must be all of them. Raises
+    ValueError if names, shapes or types do not fit the model's, RuntimeError if the weights are released."""
     for tag in ms.status().tags:
         if tag.tag == "weights" and tag.state != "resident":
             raise RuntimeError(f"the weights are {tag.state}; resume them before updating them")

@@ -202,7 +202,7 @@ class EventLoop:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self._done = 0  # the number of the last command that was done
-        self._arrived = 0  # the same, of those whose iteration is over
+        self._arrived = 0  # that of the last whose iteration is over
         #: Of the last commands, by their numbers: further ones may be done before the result of one is asked for.
         self._results: dict[int, Future[None]] = {}
         self._changed = threading.Condition()

@@ -39,8 +39,8 @@ class Plugin:
         self._engine = engine
 
     def starts(self) -> bool:
-        """Return whether there may be anything to do in this process: the variable is set, by which the engine uses
-        memsaver's from now on, or ``import torch_memory_saver`` gives memsaver's. ``0`` turns memsaver off."""
+        """Return whether there may be anything to do in this process: the variable is set, and the engine uses
+        memsaver's module from now on, or ``import torch_memory_saver`` gives it. ``0`` turns memsaver off."""
         value = os.environ.get(self._variable, "")
         if value == "0":
             return False

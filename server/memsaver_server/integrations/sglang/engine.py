@@ -144,7 +144,7 @@ class SglangScheduler(base.Scheduler):
         return bool(self.own.gracefully_exit)
 
     def is_still(self) -> bool:
-        """Return whether no request runs, no paused one holds a part of the cache, and none of that is being copied."""
+        """Return whether no request runs, no paused one holds a part of the cache, and no part is being copied."""
         own = self.own
         idle = own.is_fully_idle() or (
             own._engine_paused and own.running_batch.is_empty() and own.last_batch is None and own.chunked_req is None

@@ -67,7 +67,7 @@ BACKEND = "sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend
 def _tag_prefill_graphs(
     original: Callable[..., None], backend: Any, *arguments: Any, enable_memory_saver: bool = False, **named: Any
 ) -> None:
-    """Let ``BreakableCudaGraphBackend`` start, which by itself refuses to if the memory of graphs is released. A
+    """Let ``BreakableCudaGraphBackend`` start even if the memory of graphs is released, which it refuses by itself. A
     prefill is a sequence of graphs, each captured without torch_memory_saver's ``cuda_graph``. All take their memory
     from the pool whose id the backend has: here that of the graphs that are captured with ``cuda_graph``."""
     original(backend, *arguments, enable_memory_saver=False, **named)
@@ -124,8 +124,8 @@ def _initialize_manager(original: Callable[..., None], manager: Any, *arguments:
 
 
 async def _acquire_writer(manager: Any, lock: Any, acquire: Callable[[], Awaitable[None]]) -> None:
-    """Return once no request is in flight, or all that are wait in the scheduler for their memory or its content. After
-    either ``release_writer`` may be called."""
+    """Return once no request is in flight, except those that wait in the scheduler for their memory or its content.
+    Then ``release_writer`` may be called."""
     acquiring = asyncio.ensure_future(acquire())
     timeout_s = 0.0
     try:
