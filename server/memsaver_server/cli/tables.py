@@ -240,8 +240,7 @@ def _store_line(store: status.SharedStoreStatus) -> str:
 
 
 def kv_cache_view(cache: status.KvCacheAnswer) -> RenderableType:
-    names = ("bytes", "used_bytes", "smallest_bytes", "largest_bytes", "full_bytes", "tokens")
-    sizes: list[Cell] = [getattr(cache, name) for name in names[:-1]]
+    sizes = (cache.bytes, cache.used_bytes, cache.smallest_bytes, cache.largest_bytes, cache.full_bytes)
     return table_of(
         [">kv cache", ">in use", ">smallest now", ">largest now", ">full", ">tokens"], [[*sizes, str(cache.tokens)]]
     )

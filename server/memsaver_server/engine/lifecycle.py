@@ -335,8 +335,10 @@ class Lifecycle:
             raise errors.EngineFailedError(failed_for_good(status))
 
     def _check_version(self, request: Resume) -> None:
+        if request.weights_version is None:
+            return
         held = self.snapshot().weights_version
-        if request.weights_version not in (None, held):
+        if request.weights_version != held:
             named = f"are of version {held!r}" if held else "have no version: no update of what they hold named one"
             raise errors.WrongWeightsError(
                 f"the resume demands weights of version {request.weights_version!r}, but they {named}; nothing was "
