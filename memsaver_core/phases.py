@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from memsaver_core.contract.errors import MemsaverError
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.reports import MeteredDelta, OperationReport, PhaseReport, TagReport
-from memsaver_core.contract.requests import Verb
+from memsaver_core.contract.requests import OperationName
 from memsaver_core.contract.status import DeviceMemory
 
 logger = logging.getLogger("memsaver")
@@ -61,7 +61,7 @@ class PhaseLog:
         """Return device memory when the log was made and now."""
         return deltas(self._first, self.read())
 
-    def report(self, operation: Verb, tags: tuple[TagReport, ...], *, enabled: bool = True) -> OperationReport:
+    def report(self, operation: OperationName, tags: tuple[TagReport, ...], *, enabled: bool = True) -> OperationReport:
         """Return the report of an operation on ``tags`` whose phases these are."""
         devices = self.devices()
         return OperationReport(

@@ -41,6 +41,7 @@ class Phase(str, Enum):
     UNLOCK = "unlock", "device calls of all ranks continue"
     RESUME_COMMUNICATORS = "resume_communicators", "NCCL takes its memory again, on all ranks together"
     RESTORE = "restore", "memory is mapped and content copied back"
+    RESIZE = "resize", "memory of the KV cache is unmapped or mapped"
     REPAIR = "repair", "the engine repairs what was resumed"
     VERIFY = "verify", "the tokens of the verification prompt are computed"
     REOPEN = "reopen", "admission opens"

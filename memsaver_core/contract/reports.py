@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from memsaver_core.contract.model import Model
+from memsaver_core.contract.requests import OperationName, Verb
 from memsaver_core.contract.status import KvCacheAnswer, PreparedState
 
 #: The statuses of an operation. ``draining``, ``waiting``, ``moving`` and ``finishing`` are all ``running`` to callers.
@@ -65,9 +66,9 @@ class TagReport(Model):
 
 
 class OperationReport(Model):
-    """What a release or a resume did, measured."""
+    """What an operation did, measured."""
 
-    operation: Literal["release", "resume"]
+    operation: OperationName
     enabled: bool = Field(default=True, description="false if memsaver is disabled and the call was a no-op")
     seconds: float = Field(default=0.0, description="duration of the whole call")
     released_bytes: int = 0
@@ -89,8 +90,14 @@ class ResizeReport(Model):
     resumed_bytes: int = Field(default=0, description="that this resize mapped again")
 
 
+class ResizedReport(OperationReport):
+    """What a resize of the KV cache did, measured."""
+
+    kv_cache: KvCacheAnswer = Field(description="The cache after that.")
+
+
 class OperationAnswer(OperationReport):
-    """What a release or a resume did."""
+    """What an operation did."""
 
     success: bool
     message: str
@@ -100,6 +107,10 @@ class OperationAnswer(OperationReport):
         default="", description="Of a fleet, which brings this memory to what it wants; absent unless it is another's."
     )
     ignored: Ignored = ()
+
+
+class ResizedAnswer(ResizedReport, OperationAnswer):
+    """What a resize of the KV cache did."""
 
 
 def held_by(coordinator: str) -> str:
@@ -135,12 +146,12 @@ class PlannedTag(Model):
 
 
 class PlanAnswer(Model):
-    """What a release or a resume would do. With ``blockers`` it would fail, for these reasons."""
+    """What an operation would do. With ``blockers`` it would fail, for these reasons."""
 
     success: Literal[True] = True
     message: str
     dry_run: Literal[True] = True
-    operation: Literal["release", "resume"]
+    operation: OperationName
     tags: tuple[PlannedTag, ...]
     host: Room
     file: Room
@@ -153,7 +164,7 @@ class FleetPlanAnswer(Model):
     """What every engine of a fleet says to a dry run: with ``blockers`` it would fail, for these reasons."""
 
     message: str
-    operation: Literal["release", "resume"]
+    operation: Verb
     blockers: tuple[str, ...]
 
 
@@ -174,7 +185,7 @@ class AcceptedAnswer(Model):
 
     success: bool = True
     message: str
-    operation: Literal["release", "resume"]
+    operation: OperationName
     operation_id: str
     status: str
     location: str
@@ -222,7 +233,7 @@ class OperationStatusAnswer(Model):
     """An operation in any status. ``answer`` is its caller's answer once it has ended."""
 
     operation_id: str
-    operation: Literal["release", "resume"]
+    operation: OperationName
     status: OperationStatus
     phase: str
     stalled: Stall | None
@@ -236,19 +247,11 @@ class OperationStatusAnswer(Model):
     progress: ProgressAnswer | None
     phases: tuple[PhaseReport, ...]
     # A fleet's answer to an operation that failed has the fields of both.
-    answer: ErrorAnswer | OperationAnswer | None = Field(union_mode="left_to_right")
+    answer: ErrorAnswer | ResizedAnswer | OperationAnswer | None = Field(union_mode="left_to_right")
 
 
 class OperationsAnswer(Model):
     operations: tuple[OperationStatusAnswer, ...]
-
-
-class ResizedAnswer(KvCacheAnswer):
-    """The KV cache after it was resized."""
-
-    success: Literal[True] = True
-    message: str
-    seconds: float = Field(description="How long that took, with the wait for requests.")
 
 
 class MessageAnswer(Model):

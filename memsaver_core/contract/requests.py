@@ -19,8 +19,10 @@ from typing_extensions import Self
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.policies import RestorePolicy
 
-#: The two operations.
+#: The two operations on the memory of tags.
 Verb = Literal["release", "resume"]
+#: All operations.
+OperationName = Literal["release", "resume", "resize"]
 OPPOSITE: dict[Verb, Verb] = {"release": "resume", "resume": "release"}
 #: The state of the memory that each leaves.
 STATES: dict[Verb, Literal["released", "resident"]] = {"release": "released", "resume": "resident"}
@@ -103,20 +105,11 @@ class MemoryRequest(Tagged):
         return self.hibernate if self.trim is None else self.trim
 
 
-class _Operation(Tagged):
-    """What may be asked of a release and of a resume."""
+class _Operation(Fields):
+    """What may be asked of every operation."""
 
-    operation: ClassVar[Verb]
+    operation: ClassVar[OperationName]
 
-    verify: Annotated[Literal["token"] | None, Acts("service")] = Field(
-        default=None, description="The tokens of a fixed prompt must be the same before and after."
-    )
-    prepare: Annotated[bool, Acts("service", fleet=_PREPARED_BY_FLEET)] = Field(
-        default=False, description="Do all but moving memory, answer, and wait for the commit or the lease's end."
-    )
-    lease_s: Annotated[float, Field(gt=0, le=3600), _IsNumber, Acts("caller", fleet=_PREPARED_BY_FLEET)] = Field(
-        default=DEFAULT_LEASE_S, description="With prepare: after how long it is undone without a commit."
-    )
     dry_run: Annotated[bool, Acts("caller", fleet="own")] = Field(
         default=False, description="Only say what would happen and what it would take."
     )
@@ -126,12 +119,6 @@ class _Operation(Tagged):
     run_async: Annotated[bool, Acts("caller", fleet="own")] = Field(
         default=False, alias="async", description="Answer 202 with the operation's address at once."
     )
-
-    @model_validator(mode="after")
-    def _lease_of_something(self) -> Self:
-        if "lease_s" in self.model_fields_set and not self.prepare:
-            raise ValueError('lease_s needs "prepare": true')
-        return self
 
     @property
     def asks_only(self) -> bool:
@@ -147,8 +134,7 @@ class _Operation(Tagged):
         """Return a digest of what ``identity`` compares, the same in every process and later versions."""
         names = {name for name, acts in acts_of(type(self)).items() if acts.by != "caller"}
         given = self.model_dump(mode="json", include=names, exclude_defaults=True)
-        if self.tags:
-            given["tags"] = sorted(self.tags)
+        given = {name: sorted(value) if isinstance(value, list) else value for name, value in given.items()}
         return sha256(json.dumps([self.operation, given], sort_keys=True).encode()).hexdigest()[:32]
 
     def patience_s(self, phase: str) -> float:
@@ -156,12 +142,38 @@ class _Operation(Tagged):
         return 0.0
 
     def resolved(self, drain_timeout_s: float) -> Self:
-        """Return the request with sorted tags, and the service's drain deadline if it can have one and names none."""
+        """Return the request with the service's drain deadline, if it can have one and names none."""
         deadline = {"timeout_s": drain_timeout_s} if getattr(self, "timeout_s", 0.0) is None else {}
-        return self.model_copy(update={"tags": tuple(sorted(self.tags)), **deadline})
+        return self.model_copy(update=deadline)
 
 
-class Release(MemoryRequest, _Operation):
+class _OnTags(_Operation, Tagged):
+    """What may be asked of a release and of a resume."""
+
+    operation: ClassVar[Verb]
+
+    verify: Annotated[Literal["token"] | None, Acts("service")] = Field(
+        default=None, description="The tokens of a fixed prompt must be the same before and after."
+    )
+    prepare: Annotated[bool, Acts("service", fleet=_PREPARED_BY_FLEET)] = Field(
+        default=False, description="Do all but moving memory, answer, and wait for the commit or the lease's end."
+    )
+    lease_s: Annotated[float, Field(gt=0, le=3600), _IsNumber, Acts("caller", fleet=_PREPARED_BY_FLEET)] = Field(
+        default=DEFAULT_LEASE_S, description="With prepare: after how long it is undone without a commit."
+    )
+
+    @model_validator(mode="after")
+    def _lease_of_something(self) -> Self:
+        if "lease_s" in self.model_fields_set and not self.prepare:
+            raise ValueError('lease_s needs "prepare": true')
+        return self
+
+    def resolved(self, drain_timeout_s: float) -> Self:
+        """As of every operation, with sorted tags."""
+        return super().resolved(drain_timeout_s).model_copy(update={"tags": tuple(sorted(self.tags))})
+
+
+class Release(MemoryRequest, _OnTags):
     """Gives the memory of tags back to the driver."""
 
     operation: ClassVar[Verb] = "release"
@@ -181,7 +193,7 @@ class Release(MemoryRequest, _Operation):
         return self.timeout_s or 0.0 if phase == "drain" else 0.0
 
 
-class Resume(_Operation):
+class Resume(_OnTags):
     """Brings the memory of tags back, at the same addresses."""
 
     operation: ClassVar[Verb] = "resume"
@@ -197,13 +209,16 @@ class Resume(_Operation):
         return self.wait_for_memory_s if phase == "wait_for_memory" else 0.0
 
 
-Asked = Release | Resume
-
 _Cache = Acts("service", fleet="a fleet resizes no KV cache; send this to an engine")
 
 
-class ResizeKvCache(Fields):
+class ResizeKvCache(_Operation):
     """Makes an engine's KV cache smaller or larger while it serves, to one of ``bytes``, ``fraction``, ``tokens``."""
+
+    operation: ClassVar[OperationName] = "resize"
+    tags: ClassVar[tuple[str, ...]] = ("kv_cache",)
+    prepare: ClassVar[bool] = False
+    lease_s: ClassVar[float] = 0.0
 
     bytes: Annotated[Annotated[int, Field(ge=1, lt=1 << 63), _IsNumber] | None, _Cache] = Field(
         default=None, description="At most so much device memory."
@@ -220,12 +235,21 @@ class ResizeKvCache(Fields):
     timeout_s: Annotated[Seconds | None, _Cache] = Field(
         default=None, description="Deadline of that; by default MEMSAVER_DRAIN_TIMEOUT_S."
     )
+    wait_for_memory_s: Annotated[Seconds, _Cache] = Field(
+        default=0.0, description="How long to wait until other processes free the device memory to grow."
+    )
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:
         if sum(each is not None for each in (self.bytes, self.fraction, self.tokens)) != 1:
             raise ValueError("send one of bytes, fraction and tokens")
         return self
+
+    def patience_s(self, phase: str) -> float:
+        return {"drain": self.timeout_s or 0.0, "wait_for_memory": self.wait_for_memory_s}.get(phase, 0.0)
+
+
+Asked = Release | Resume | ResizeKvCache
 
 
 # -- of a fleet -----------------------------------------------------------------------------------------------------
@@ -302,7 +326,7 @@ class Selected(Fields):
         return self.selector if self.model is None else self.selector.model_copy(update={"models": (self.model,)})
 
 
-class OfFleet(Selected, _Operation):
+class OfFleet(Selected, _OnTags):
     """What may be asked of a release and of a resume of a fleet."""
 
     fleet_mode: Annotated[FleetMode, Acts("service", fleet="own")] = Field(

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from memsaver_core.contract import reports
 from memsaver_core.contract.errors import MemsaverError
 from memsaver_core.contract.model import Model
-from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, ResizeKvCache, Resume, Verb
+from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, Resume, Verb
 from memsaver_core.contract.status import HealthAnswer, OccupationAnswer
 from memsaver_server.metrics import CallerFigures
 from memsaver_server.operation.operation import Operation as Operation
@@ -213,10 +213,7 @@ class Controller(Protocol[OperationT]):
         """Generate again, at once or when all memory is resident; ``scheduling``: after a pause that is ``asleep``."""
 
     async def kv_cache(self) -> Answer:
-        """Return the size of the KV cache; only with the capability, as ``resize_kv_cache``."""
-
-    async def resize_kv_cache(self, asked: ResizeKvCache) -> Answer:
-        """Make the KV cache smaller or larger."""
+        """Return the size of the KV cache; only with the capability ``resize``."""
 
     async def flush(self, selected: Fields) -> Answer:
         """Forget cached prefixes."""

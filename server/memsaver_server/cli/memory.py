@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from memsaver_core.contract.reports import AcceptedAnswer
+from memsaver_core.contract.requests import OperationName
 from memsaver_server.cli.connection import connected, size_of, sizes_as_asked
 from memsaver_server.cli.live import outcome_view, until_ended
 from memsaver_server.cli.options import Connection, ExitCode, Json, Tags, grouped
@@ -22,7 +25,7 @@ def release(
 
     At a coordinator, on the engines that --name, --model, --label, --host and --gpu select.
     """
-    _operate(tags, connection, as_json, asked, engines)
+    _operate("release", [tags], connection, as_json, asked.given() | _of(engines), asked.at_least_bytes)
 
 
 @grouped
@@ -33,30 +36,43 @@ def resume(
 
     Ctrl-C cancels before memory is mapped. At a coordinator, on the engines that are selected, as for a release.
     """
-    _operate(tags, connection, as_json, asked, engines)
+    _operate("resume", [tags], connection, as_json, asked.given() | _of(engines))
+
+
+def _of(engines: Selector) -> dict[str, Any]:
+    return {"selector": selector} if (selector := engines.given()) else {}
 
 
 def _operate(
-    tags: list[str] | None, connection: Connection, as_json: bool, asked: Release | Resume, engines: Selector
+    name: OperationName,
+    tags: Sequence[list[str] | None],
+    connection: Connection,
+    as_json: bool,
+    given: dict[str, Any],
+    size: str | None = None,
 ) -> None:
-    given = asked.given() | ({"selector": selector} if (selector := engines.given()) else {})
+    """Carry an operation out on ``tags`` (its one positional argument, if it has any) as its options say."""
     ways = {"run_async": "--async", "dry_run": "--dry-run", "prepare": "--prepare"}
     if len(both := [option for name, option in ways.items() if name in given]) > 1:
         raise typer.BadParameter(f"{both[0]} and {both[1]} exclude each other; leave one out")
     in_background, planned, prepare = (given.pop(name, False) for name in ways)
-    is_release = isinstance(asked, Release)
-    with connected(connection, as_json=as_json) as client, sizes_as_asked(getattr(asked, "at_least_bytes", None)):
+    with connected(connection, as_json=as_json) as client, sizes_as_asked(size):
         if planned:
-            plan = client.plan("release" if is_release else "resume", tags, **given)
+            plan = client.plan(name, *tags, **given)
             show(plan, partial(said_view, hint="\n".join(plan.blockers)), as_json=as_json)
             raise typer.Exit(ExitCode.FAILED if plan.blockers else ExitCode.OK)
         if prepare:
-            prepared = (client.release if is_release else client.resume)(tags, prepare=True, **given)
+            prepared = (client.release if name == "release" else client.resume)(*tags, prepare=True, **given)
             of = f"{prepared.operation_id} --key {client.key_of(prepared.operation_id)}"
             hint = f"do it with: memsaver commit {of}\nundo it with: memsaver abort {of}"
             show(prepared, partial(said_view, hint=hint), as_json=as_json)
             return
-        start = partial(client.start_release if is_release else client.start_resume, tags, **given)
+        starts: dict[OperationName, Callable[..., AcceptedAnswer]] = {
+            "release": client.start_release,
+            "resume": client.start_resume,
+            "resize": client.start_resize_kv_cache,
+        }
+        start = partial(starts[name], *tags, **given)
         if in_background:
             accepted = start()
             hint = f"follow it with: memsaver watch {accepted.operation_id}"
@@ -88,13 +104,13 @@ def kv_cache(
     as_json: Json = False,
     asked: ResizeKvCache,
 ) -> None:
-    """Show the engine's KV cache; with SIZE or --tokens, make it smaller or larger while the engine serves."""
-    given = asked.given() | _size(size)
+    """Show the engine's KV cache; with SIZE or --tokens, make it smaller or larger while the engine serves. Ctrl-C
+    cancels before memory is moved."""
+    if given := asked.given() | _size(size):
+        _operate("resize", [], connection, as_json, given)
+        return
     with connected(connection, as_json=as_json) as client:
-        if given:
-            show(client.resize_kv_cache(**given), said_view, as_json=as_json)
-        else:
-            show(client.kv_cache(), kv_cache_view, as_json=as_json)
+        show(client.kv_cache(), kv_cache_view, as_json=as_json)
 
 
 def _size(text: str | None) -> dict[str, float]:

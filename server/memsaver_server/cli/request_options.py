@@ -13,6 +13,9 @@ from memsaver_server.cli.options import Options, pairs_of
 class Release(Options):
     convert: ClassVar = {"verify": lambda _: "token", "restore": pairs_of, "at_least_bytes": size_of}
 
+    dry_run: bool = typer.Option(False, "--dry-run", help="Only say what would happen and what it would take.")
+    wait: bool = typer.Option(False, "--wait", help="Wait for a conflicting operation to end.")
+    run_async: bool = typer.Option(False, "--async", help="Return as soon as the operation has started.")
     verify: bool = typer.Option(
         False, "--verify", help="The tokens of a fixed prompt must be the same before and after."
     )
@@ -22,9 +25,6 @@ class Release(Options):
     lease_s: float | None = typer.Option(
         None, "--lease", help="With --prepare: after how long it is undone without a commit [30].", metavar="SECONDS"
     )
-    dry_run: bool = typer.Option(False, "--dry-run", help="Only say what would happen and what it would take.")
-    wait: bool = typer.Option(False, "--wait", help="Wait for a conflicting operation to end.")
-    run_async: bool = typer.Option(False, "--async", help="Return as soon as the operation has started.")
     restore: list[str] | None = typer.Option(
         None, "--restore", help="Restore policies by tag, for this release only. Repeatable.", metavar="TAG=POLICY"
     )
@@ -55,12 +55,12 @@ class Release(Options):
 class Resume(Options):
     convert: ClassVar = {"verify": lambda _: "token"}
 
-    verify: bool = Release.verify
-    prepare: bool = Release.prepare
-    lease_s: float | None = Release.lease_s
     dry_run: bool = Release.dry_run
     wait: bool = Release.wait
     run_async: bool = Release.run_async
+    verify: bool = Release.verify
+    prepare: bool = Release.prepare
+    lease_s: float | None = Release.lease_s
     wait_for_memory_s: float | None = typer.Option(
         None, "--wait-for-memory", help="How long to wait until other processes free device memory.", metavar="SECONDS"
     )
@@ -110,10 +110,19 @@ class Selector(Options):
 
 
 class ResizeKvCache(Options):
+    dry_run: bool = Release.dry_run
+    wait: bool = Release.wait
+    run_async: bool = Release.run_async
     tokens: int | None = typer.Option(None, "--tokens", help="Room for at least so many tokens.")
     mode: str | None = typer.Option(
         None, "--mode", help="Requests that use what goes: wait for their end, or preempt them.", metavar="wait|preempt"
     )
     timeout_s: float | None = typer.Option(
         None, "--timeout", help="Deadline of that; by default MEMSAVER_DRAIN_TIMEOUT_S.", metavar="SECONDS"
+    )
+    wait_for_memory_s: float | None = typer.Option(
+        None,
+        "--wait-for-memory",
+        help="How long to wait until other processes free the device memory to grow.",
+        metavar="SECONDS",
     )

@@ -22,7 +22,7 @@ from memsaver_core.contract.reports import (
     PreparedAnswer,
     ResizedAnswer,
 )
-from memsaver_core.contract.requests import ASKS_ONLY, Verb
+from memsaver_core.contract.requests import ASKS_ONLY, OperationName
 from memsaver_core.contract.status import FleetOccupation, KvCacheAnswer, OccupationAnswer
 from memsaver_server.client.keywords import ReleaseKeywords, ResizeKvCacheKeywords, ResumeKeywords
 from memsaver_server.client.requests import (
@@ -180,9 +180,9 @@ class Calls:
         return await self._ask(AcceptedAnswer, operation_call("resume", tags, options, "async"))
 
     async def plan(
-        self, /, operation: Verb, tags: Iterable[str] | None = None, **options: Any
+        self, /, operation: OperationName, tags: Iterable[str] | None = None, **options: Any
     ) -> PlanAnswer | FleetPlanAnswer:
-        """Return what a release or a resume with these arguments would do, at an engine or a coordinator."""
+        """Return what an operation with these arguments would do, at an engine or a coordinator."""
         response = await self._send(operation_call(operation, tags, options, ASKS_ONLY))
         model: type[PlanAnswer | FleetPlanAnswer] = FleetPlanAnswer if _is_of_fleet(response) else PlanAnswer
         return parse(model, response)
@@ -285,10 +285,13 @@ class Calls:
         Raises:
             DrainDeadlineError: requests still used what was to go at the deadline; the cache is as before.
             DeviceMemoryError: the device has too little free memory; the cache is as before.
-            ConflictError: the cache is released, or is being resized.
+            ConflictError: the cache is released, or is being resized; or a release or a resume came first.
         """
-        body = {name: value for name, value in options.items() if value is not None}
-        return await self._ask(ResizedAnswer, Call("POST", "/kv_cache", body, long=True))
+        return await self._ask(ResizedAnswer, operation_call("resize", None, options))
+
+    async def start_resize_kv_cache(self, **options: Unpack[ResizeKvCacheKeywords]) -> AcceptedAnswer:
+        """As ``resize_kv_cache``, but return once it has started."""
+        return await self._ask(AcceptedAnswer, operation_call("resize", None, options, "async"))
 
     async def flush_cache(self) -> None:
         """Forget cached prefixes."""

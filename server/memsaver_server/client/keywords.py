@@ -10,9 +10,9 @@ from typing import Literal, TypedDict
 
 
 class ReleaseKeywords(TypedDict, total=False):
+    wait: bool | None
     verify: Literal["token"] | None
     lease_s: float | None
-    wait: bool | None
     restore: Mapping[str, str] | None
     trim: bool | None
     hibernate: bool | None
@@ -23,17 +23,19 @@ class ReleaseKeywords(TypedDict, total=False):
 
 
 class ResumeKeywords(TypedDict, total=False):
+    wait: bool | None
     verify: Literal["token"] | None
     lease_s: float | None
-    wait: bool | None
     wait_for_memory_s: float | None
     weights_version: str | None
     selector: Mapping[str, object] | None  # at a coordinator
 
 
 class ResizeKvCacheKeywords(TypedDict, total=False):
+    wait: bool | None
     bytes: int | None
     fraction: float | None
     tokens: int | None
     mode: Literal["wait", "preempt"] | None
     timeout_s: float | None
+    wait_for_memory_s: float | None

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from memsaver_core.contract.requests import Verb
+from memsaver_core.contract.requests import OperationName
 from memsaver_server.api_key import parse_api_key
 from memsaver_server.client.address import DEFAULT_URL as DEFAULT_URL
 from memsaver_server.client.address import parse_address
 from memsaver_server.client.errors import AnswerError, UnreachableError, error_for
-from memsaver_server.client.keywords import ReleaseKeywords, ResumeKeywords
+from memsaver_server.client.keywords import ReleaseKeywords, ResizeKvCacheKeywords, ResumeKeywords
 from memsaver_server.wrong_fields import wrong_fields
 
 #: Delay before the second attempt, seconds; doubled before each further one.
@@ -79,21 +79,27 @@ class Target:
         return UnreachableError(self.address, str(error) or type(error).__name__, attempts)
 
 
-def operation_call(verb: Verb, tags: Iterable[str] | None, keywords: Mapping[str, object], *flags: str) -> Call:
+_KEYWORDS = {"release": ReleaseKeywords, "resume": ResumeKeywords, "resize": ResizeKvCacheKeywords}
+
+
+def operation_call(
+    name: OperationName, tags: Iterable[str] | None, keywords: Mapping[str, object], *flags: str
+) -> Call:
     """Return the call of an operation on ``tags`` (None: all); keywords that are None are left out, ``flags`` are true.
 
     Raises:
         TypeError: a keyword argument does not exist.
     """
-    known = (ReleaseKeywords if verb == "release" else ResumeKeywords).__annotations__
+    known = _KEYWORDS[name].__annotations__
     if unknown := sorted(keywords.keys() - known.keys()):
-        raise TypeError(f"unknown keyword argument {unknown[0]!r}; {verb} takes {', '.join(known)}")
+        raise TypeError(f"unknown keyword argument {unknown[0]!r}; {name} takes {', '.join(known)}")
     given = {key: value for key, value in keywords.items() if value is not None}
     body: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in given.items()}
     body |= dict.fromkeys(flags, True)
     if tags is not None:
         body["tags"] = [tags] if isinstance(tags, str) else list(tags)
-    return Call("POST", f"/{verb}_memory_occupation", body, {"Idempotency-Key": uuid.uuid4().hex}, long=True)
+    path = "/kv_cache" if name == "resize" else f"/{name}_memory_occupation"
+    return Call("POST", path, body, {"Idempotency-Key": uuid.uuid4().hex}, long=True)
 
 
 def parse_json(response: httpx.Response) -> Any:

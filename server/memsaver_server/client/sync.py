@@ -86,6 +86,7 @@ class Client:
     update_weights_from_tensor = _blocking(Calls.update_weights_from_tensor)
     kv_cache = _blocking(Calls.kv_cache)
     resize_kv_cache = _blocking(Calls.resize_kv_cache)
+    start_resize_kv_cache = _blocking(Calls.start_resize_kv_cache)
     flush_cache = _blocking(Calls.flush_cache)
     pause_generation = _blocking(Calls.pause_generation)
     continue_generation = _blocking(Calls.continue_generation)

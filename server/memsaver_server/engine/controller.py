@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from memsaver_core.contract import errors, reports
-from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, ResizeKvCache
+from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, ResizeKvCache, Resume
 from memsaver_core.contract.status import AdmissionStatus, HealthAnswer, OccupationAnswer, OccupiedDevice
 from memsaver_server import clock
 from memsaver_server.audit import AuditLog
@@ -81,7 +81,7 @@ class EngineController:
         self._audit = AuditLog(settings.audit_file)
         self._monitor = DeviceMonitor(memory=memory_of(engine))
         self.lifecycle = Lifecycle(engine, settings, self._record)
-        self._cache = ElasticCache(cast(ResizableEngine, engine), self.lifecycle, settings, self.closing)
+        self._cache = ElasticCache(cast(ResizableEngine, engine), self.lifecycle)
         self._metrics = EngineMetrics(self._monitor, self.lifecycle, callers)
         self._id = uuid.uuid4().hex[:12]
         self._held = ("", 0.0)  # by a coordinator, and when it has asked last
@@ -104,7 +104,10 @@ class EngineController:
     async def submit(self, asked: Asked, *, client: str, key: str | None) -> Operation:
         try:
             resolved = asked.resolved(self._settings.drain_timeout_s)
-            operation = self.lifecycle.start(resolved, key=key, client=client)
+            if isinstance(resolved, ResizeKvCache):
+                operation = self._cache.start(resolved, key=key, client=client)
+            else:
+                operation = self.lifecycle.start(resolved, key=key, client=client)
         except Exception as error:
             self._metrics.count(asked.operation, _kind(error))
             raise
@@ -124,8 +127,9 @@ class EngineController:
             assert operation.report is not None
             agent = operation.client.partition(" ")[2]
             holder = "" if agent == self._coordinator else self._coordinator
+            resized = isinstance(operation.report, reports.ResizedReport)
             return Answer.of(
-                reports.OperationAnswer(
+                (reports.ResizedAnswer if resized else reports.OperationAnswer)(
                     **dict(operation.report),
                     success=True,
                     message=_message(operation.report) + (reports.held_by(holder) if holder else ""),
@@ -227,10 +231,14 @@ class EngineController:
         asked = asked.resolved(self._settings.drain_timeout_s)
         if isinstance(asked, Release):
             return Answer.of(plan_release(self.lifecycle, asked))
-        return Answer.of(plan_resume(self.lifecycle, asked, (await self._monitor.fresh()).devices))
+        devices = (await self._monitor.fresh()).devices
+        if isinstance(asked, Resume):
+            return Answer.of(plan_resume(self.lifecycle, asked, devices))
+        return Answer.of(self._cache.plan(asked, devices))
 
     def _prepared(self, operation: Operation) -> reports.PreparedAnswer:
         asked, of = operation.request, self.lifecycle
+        assert not isinstance(asked, ResizeKvCache), "it is never prepared"
         plan = plan_release(of, asked) if isinstance(asked, Release) else plan_resume(of, asked, ())
         path = f"/{plan.operation}_memory_occupation"
         return reports.PreparedAnswer(
@@ -410,9 +418,6 @@ class EngineController:
     async def kv_cache(self) -> Answer:
         return Answer.of(await in_thread(self._cache.read))
 
-    async def resize_kv_cache(self, asked: ResizeKvCache) -> Answer:
-        return Answer.of(await in_thread(self._cache.resize, asked))
-
     async def flush(self, selected: Fields) -> Answer:
         await in_thread(self.engine.flush_cache)
         return Answer.message("Cache flushed.")
@@ -486,6 +491,13 @@ def _progress(operation: Operation) -> reports.ProgressAnswer | None:
 def _message(report: reports.OperationReport) -> str:
     if not report.enabled:
         return f"memsaver is disabled in this process: nothing to {report.operation}"
+    if isinstance(report, reports.ResizedReport):
+        cache = report.kv_cache
+        size = f"the KV cache has {readable(cache.bytes)} of {readable(cache.full_bytes)}"
+        if not (report.released_bytes or report.resumed_bytes):
+            return f"{size} already: nothing to resize"
+        does = "released" if report.released_bytes else "resumed"
+        return f"{size}: {does} {readable(report.released_bytes or report.resumed_bytes)} in {report.seconds:.3f} s"
     release = report.operation == "release"
     if moved := report.released_bytes if release else report.resumed_bytes:
         names = ", ".join(tag.tag for tag in report.tags if tag.released_bytes or tag.resumed_bytes)

@@ -1,40 +1,35 @@
-"""The KV cache of an engine, made smaller and larger while it serves."""
+"""The KV cache of an engine, made smaller and larger while it serves.
+
+Shrink: no page that goes is handed out -> requests on such pages end or are preempted -> their memory goes.
+Grow: the memory comes, once there is enough -> the pages are handed out.
+"""
 
 from __future__ import annotations
 
 import math
-import threading
-import time
+from collections.abc import Iterable
+from functools import partial
 
-from memsaver_core.contract.errors import BadRequestError, ConflictError
-from memsaver_core.contract.reports import ResizedAnswer
+from memsaver_core.contract.errors import BadRequestError, DrainTimeoutError, NotResidentError
+from memsaver_core.contract.phases import Phase
+from memsaver_core.contract.reports import DeviceRoom, OperationReport, PlanAnswer, PlannedTag, ResizedReport, TagReport
 from memsaver_core.contract.requests import ResizeKvCache
-from memsaver_core.contract.status import KvCacheAnswer
+from memsaver_core.contract.status import DeviceMemory, KvCacheAnswer, TagStatus
+from memsaver_core.phases import PhaseLog
 from memsaver_server.engine import CachePages, ResizableEngine
 from memsaver_server.engine.lifecycle import Lifecycle
-from memsaver_server.engine.plan import readable
-from memsaver_server.settings import Settings
+from memsaver_server.engine.plan import general_blockers, plan_answer, readable
+from memsaver_server.operation.operation import Operation
 
-#: The tag of the KV cache.
-TAG = "kv_cache"
-_AS_BEFORE = "the KV cache was not resized"
+_TAGS = ResizeKvCache.tags
 
 
 class ElasticCache:
-    """Resizes the KV cache of ``engine``, one resize at a time. Every method may be called from any thread.
+    """Resizes the KV cache of ``engine``, as operations of ``lifecycle``. Every method may be called from any thread."""
 
-    First the engine gives up the pages that go, while releases and resumes go on; then the memory moves, under the lock
-    that excludes them.
-    """
-
-    def __init__(
-        self, engine: ResizableEngine, lifecycle: Lifecycle, settings: Settings, closing: threading.Event
-    ) -> None:
+    def __init__(self, engine: ResizableEngine, lifecycle: Lifecycle) -> None:
         self._engine = engine
         self._lifecycle = lifecycle
-        self._drain_timeout_s = settings.drain_timeout_s
-        self._closing = closing
-        self._resizing = threading.Lock()
 
     def read(self) -> KvCacheAnswer:
         """Return the size of the cache, and the sizes that it can have now."""
@@ -54,41 +49,79 @@ class ElasticCache:
             page_tokens=pages.page_tokens,
         )
 
-    def resize(self, asked: ResizeKvCache) -> ResizedAnswer:
-        """Resize the cache as asked; return its sizes then.
+    def start(self, request: ResizeKvCache, *, key: str | None, client: str) -> Operation:
+        """Begin a resize, or join the equal one in flight; returns at once. After a failure all is as before.
 
         Raises:
-            BadRequestError: it cannot have this size.
-            ConflictError: another resize runs.
-            NotResidentError: the cache is released.
-            DrainTimeoutError: requests used what was to go until the deadline.
-            OutOfDeviceMemoryError: the device has too little free memory.
-            MemoryBusyError: an operation stalls. After each of these the cache is as before.
+            BadRequestError: the cache cannot have this size. Nothing was started.
+            ConflictError, IdempotencyKeyError, NoThreadError, TooManyOperationsError: see OperationQueue.submit.
         """
-        started = time.monotonic()
-        if not self._resizing.acquire(blocking=False):
-            raise ConflictError(f"another resize runs; {_AS_BEFORE}")
-        try:
-            with self._lifecycle.resident(TAG, _AS_BEFORE):
-                before = self._engine.kv_cache()
-            pages = _pages(asked, before)
-            self._move(asked, before.kept, pages)
-        finally:
-            self._resizing.release()
-        sizes = [readable(count * before.page_bytes) for count in (before.kept, pages)]
-        message = f"the KV cache has {sizes[1]}" + (f" instead of {sizes[0]}" if before.kept != pages else " already")
-        return ResizedAnswer(**dict(self.read()), message=message, seconds=time.monotonic() - started)
+        pages = _pages(request, self._engine.kv_cache())
+        work = partial(self._resize, request, pages)
+        return self._lifecycle.operations.submit(request, work, key=key, client=client)
 
-    def _move(self, asked: ResizeKvCache, before: int, pages: int) -> None:
-        if pages < before:
-            timeout_s = self._drain_timeout_s if asked.timeout_s is None else asked.timeout_s
-            self._engine.limit_kv_cache(pages, timeout_s, asked.mode, self._closing.is_set)
+    def plan(self, request: ResizeKvCache, devices: Iterable[DeviceMemory]) -> PlanAnswer:
+        """Return what the resize would do, with the present readings of ``devices``; raise BadRequestError."""
+        cache = self._engine.kv_cache()
+        pages = _pages(request, cache)
+        now = self._lifecycle.snapshot()
+        blockers = list(general_blockers(now.status, request, now.running))
         try:
-            with self._lifecycle.resident(TAG, _AS_BEFORE):
-                self._engine.resize_kv_cache(pages)
+            self._lifecycle.check_resident(_TAGS)
+        except NotResidentError as released:
+            blockers.append(str(released))
+        more = (pages - cache.kept) * cache.page_bytes
+        rooms = [
+            DeviceRoom(index=each.index, needed_bytes=max(0, more), free_bytes=each.total_bytes - each.used_bytes)
+            for each in devices
+        ]
+        verb = "release" if more < 0 else "resume"
+        does = f"{verb} {readable(abs(more))} of kv_cache" if more else ""
+        if does and pages < cache.needed:
+            does += f", after requests on {readable((cache.needed - pages) * cache.page_bytes)} of it"
+        tag = self._tag()
+        planned = PlannedTag(tag=tag.tag, restore=tag.restore, bytes=abs(more))
+        return plan_answer("resize", does, [planned], blockers, devices=tuple(rooms))
+
+    def _resize(self, request: ResizeKvCache, pages: int, operation: Operation, log: PhaseLog) -> ResizedReport:
+        self._lifecycle.check_resident(_TAGS)
+        before = self._engine.kv_cache().kept
+        if pages < before:
+            with log.phase(Phase.DRAIN):
+                self._limit(request, pages, operation)
+        try:
+            move = partial(self._move, pages, operation, log)
+            report = self._lifecycle.with_room(operation, log, request.wait_for_memory_s, move)
         except BaseException:
+            operation.undo()
             self._engine.limit_kv_cache(before, 0.0)
             raise
+        return ResizedReport(**dict(report), kv_cache=self.read())
+
+    def _limit(self, request: ResizeKvCache, pages: int, operation: Operation) -> None:
+        def given_up() -> bool:
+            return operation.cancelled_by is not None
+
+        try:
+            self._engine.limit_kv_cache(pages, request.timeout_s or 0.0, request.mode, given_up)
+        except DrainTimeoutError:
+            operation.check()
+            raise
+
+    def _move(self, pages: int, operation: Operation, log: PhaseLog) -> OperationReport:
+        self._lifecycle.check_resident(_TAGS)
+        operation.hold()
+        shrunk = self._tag().shrunk_bytes
+        with log.phase(Phase.RESIZE):
+            self._engine.resize_kv_cache(pages)
+        tag = self._tag()
+        more = tag.shrunk_bytes - shrunk
+        moved = {"released_bytes": max(0, more), "resumed_bytes": max(0, -more)}
+        report = TagReport(tag=tag.tag, restore=tag.restore, state=tag.state, bytes=tag.bytes, already=not more, **moved)
+        return operation.moved(log.report("resize", (report,)))
+
+    def _tag(self) -> TagStatus:
+        return next(tag for tag in self._lifecycle.memory.status().tags if tag.tag in _TAGS)
 
 
 def _pages(asked: ResizeKvCache, now: CachePages) -> int:
@@ -103,6 +136,6 @@ def _pages(asked: ResizeKvCache, now: CachePages) -> int:
     if not 1 <= pages <= now.total:
         raise BadRequestError(
             f"a KV cache of {pages} pages is impossible: a page takes {readable(now.page_bytes)}, and the largest "
-            f"cache, with which the engine began, {full}; {_AS_BEFORE}"
+            f"cache, with which the engine began, {full}; the KV cache was not resized"
         )
     return pages

@@ -4,9 +4,8 @@ Release: check tags -> close admission -> drain -> release the memory -> report.
 Resume: check tags -> resume the memory -> repair -> verify if asked -> open admission if nothing is released -> report.
 The steps of the memory itself are in ``memsaver_core.contract.phases``.
 
-A thread that holds several of the service's locks has taken them in this order, which tests check: that of a resize
-(``ElasticCache``; held while pages are given up, too), that of the memory (here; held while memory moves or weights are
-written), that of admission (held while the engine is called), that of the operations (``OperationQueue``; not held
+A thread that holds several of the service's locks has taken them in this order, which tests check: that of the memory
+(here; held while memory moves or weights are written), that of admission (held while the engine is called), that of the operations (``OperationQueue``; not held
 while an operation runs).
 """
 
@@ -85,7 +84,7 @@ class Lifecycle:
         self._implicit: frozenset[str] = frozenset()
         self._verification = Verification(engine, self._admission, self.memory, settings)
 
-    def start(self, request: Asked, *, key: str | None = None, client: str = "") -> Operation:
+    def start(self, request: Release | Resume, *, key: str | None = None, client: str = "") -> Operation:
         """Begin a release or a resume, or join the one in flight; returns at once.
 
         A release returns the memory of the tags to the driver, after the requests in flight are drained. A tag that is
@@ -182,7 +181,8 @@ class Lifecycle:
         if released or self._admission.needs_repair() or status.hibernated:
             self._admission.close_for("memory is being resumed")
         try:
-            report = self._restore(request, operation, log)
+            work = partial(self._map, request, operation, log)
+            report = self.with_room(operation, log, request.wait_for_memory_s, work)
             self._note_resumed(released)
             with log.phase(Phase.REPAIR):
                 self._admission.repair()
@@ -207,12 +207,17 @@ class Lifecycle:
         complete = requested and left <= self._implicit and not left & COMMON_TAGS
         return (*requested, *sorted(left)) if complete else requested
 
-    def _restore(self, request: Resume, operation: Operation, log: PhaseLog) -> OperationReport:
-        deadline = clock.monotonic() + request.wait_for_memory_s
+    def with_room(
+        self, operation: Operation, log: PhaseLog, wait_s: float, work: Callable[[], OperationReport]
+    ) -> OperationReport:
+        """Return what ``work`` does on the worker's thread, which needs device memory and the memory lock. If memory is
+        short it is done anew once there is enough; OutOfDeviceMemoryError if there is not after ``wait_s``.
+        Raises MemoryBusyError if a weight update takes too long, or OperationCancelledError."""
+        deadline = clock.monotonic() + wait_s
         while True:
-            self._take_for_resume(operation, log)
+            self._take_between_updates(operation, log)
             try:
-                return self._map(request, operation, log)
+                return work()
             except errors.OutOfDeviceMemoryError as short:
                 if clock.monotonic() >= deadline:
                     raise
@@ -258,32 +263,26 @@ class Lifecycle:
 
     @contextmanager
     def writing(self, tag: str = "weights", version: str | None = None) -> Iterator[None]:
-        """Run the block, which writes the content of ``tag`` in place, while no release or resume runs. Waits for the
-        one in progress. Afterwards what a release had discarded counts as written, unless the block raised or the
-        engine says that weights are still missing; and weights are of this ``version``. Raises as ``resident``."""
-        with self.resident(tag, "nothing was written"):
+        """Run the block, which writes the content of ``tag`` in place, while no memory is moved. Waits for the operation
+        in progress. Afterwards what a release had discarded counts as written, unless the block raised or the engine
+        says that weights are still missing; and weights are of this ``version``. Raises, without running the block,
+        NotResidentError if the tag is released, and MemoryBusyError if an operation stalls or another block has not
+        ended."""
+        while not self._moving.acquire(timeout=self._phase_timeout_s):
+            if self._updating:
+                raise self._update_too_long("nothing was written")
+            operation = self.operations.running
+            if operation is not None and (stall := operation.stall()) is not None:
+                raise errors.MemoryBusyError(f"nothing was written: {operation.stall_message(stall)}", stall.phase)
+        self._updating = True
+        try:
+            self.check_resident([tag])
             yield
             self._verification.content_changed()
             if tag == "weights":
                 self._weights_version = version
             if tag != "weights" or not unwritten_weights(self._engine):
                 self._admission.written([tag])
-
-    @contextmanager
-    def resident(self, tag: str, otherwise: str) -> Iterator[None]:
-        """Run the block, which needs the memory of ``tag``, while no release or resume runs. Waits for the one in
-        progress. Raises, without running the block (``otherwise`` says what follows), NotResidentError if the tag is
-        released, and MemoryBusyError if an operation stalls or another block has not ended."""
-        while not self._moving.acquire(timeout=self._phase_timeout_s):
-            if self._updating:
-                raise self._update_too_long(otherwise)
-            operation = self.operations.running
-            if operation is not None and (stall := operation.stall()) is not None:
-                raise errors.MemoryBusyError(f"{otherwise}: {operation.stall_message(stall)}", stall.phase)
-        self._updating = True
-        try:
-            self._check_resident([tag])
-            yield
         finally:
             self._updating = False
             self._moving.release()
@@ -293,7 +292,7 @@ class Lifecycle:
         admission is still closed, or nothing. Raises UnknownTagError, or NotResidentError if a tag is released."""
         self.memory.check_tags(tags)
         written = list(tags) or self.snapshot().unwritten
-        self._check_resident(written)
+        self.check_resident(written)
         self._verification.content_changed()
         if "weights" in written:
             self._weights_version = None
@@ -312,7 +311,7 @@ class Lifecycle:
         running = self.operations.running
         state = status.state
         if state != "failed" and running is not None and running.is_running:
-            state = "releasing" if running.request.operation == "release" else "resuming"
+            state = {"release": "releasing", "resume": "resuming"}.get(running.request.operation, state)
         admission = self._admission
         unwritten = admission.unwritten(status)
         version = None if "weights" in unwritten else self._weights_version
@@ -345,7 +344,8 @@ class Lifecycle:
                 "resumed. Resume without weights_version, and update the weights"
             )
 
-    def _check_resident(self, tags: Iterable[str]) -> None:
+    def check_resident(self, tags: Iterable[str]) -> None:
+        """Raise NotResidentError if one of the tags is released."""
         status = self.memory.status()
         for tag in tags:
             if status.hibernated or tag in released_tags(status):
@@ -358,14 +358,14 @@ class Lifecycle:
                 return False
         return True
 
-    def _take_for_resume(self, operation: Operation, log: PhaseLog) -> None:
+    def _take_between_updates(self, operation: Operation, log: PhaseLog) -> None:
         """Take the memory lock; raise MemoryBusyError if a weight update takes too long, or OperationCancelledError."""
         if self._moving.acquire(blocking=False):
             return
         with log.phase(Phase.WAIT_FOR_WEIGHTS):
             if not self._take(clock.monotonic() + self._phase_timeout_s, lambda: operation.cancelled_by is not None):
                 operation.check()
-                raise self._update_too_long("nothing was resumed")
+                raise self._update_too_long(f"nothing was {operation.request.operation}d")
 
     def _update_too_long(self, consequence: str) -> errors.MemoryBusyError:
         return errors.MemoryBusyError(

@@ -1,4 +1,4 @@
-"""What a release or a resume would do and take, without doing any of it.
+"""What an operation would do and take, without doing any of it.
 
 What a backup would take is the core's expectation: packed, if a sample of the content or its last backup says so. It
 may take less, as a block of zeros needs no host memory. Nothing is reserved: others may take what is free until then.
@@ -6,12 +6,12 @@ may take less, as a block of zeros needs no host memory. Nothing is reserved: ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.reports import PlanAnswer, PlannedTag, Room
-from memsaver_core.contract.requests import Asked, Release, Resume, Verb
+from memsaver_core.contract.requests import Asked, OperationName, Release, Resume, Verb
 from memsaver_core.contract.status import DeviceMemory, Status, TagStatus
 from memsaver_core.ranks.plans import backup_rooms, device_rooms, planned_release
 from memsaver_server.engine.admission import failed_for_good
@@ -31,14 +31,14 @@ def plan_release(lifecycle: Lifecycle, request: Release) -> PlanAnswer:
     held = () if now.status.hibernated else now.status.tags  # then nothing is on the device
     tags = [_released(tag, asked) for tag in held if not asked.tags or tag.tag in asked.tags]
     host, file = backup_rooms(tags, now.status)
-    blockers = [*_general_blockers(now.status, request, now.running)]
+    blockers = [*general_blockers(now.status, request, now.running)]
     if request.hibernate and now.status.enabled:
         blockers += memory.hibernation_obstacles()
     if host.is_short and now.status.host_backup.shared_store is None:
         blockers.append(f"host memory: the backup may need {host.needed_bytes} bytes, {host.free_bytes} are free")
     if file.is_short:
         blockers.append(f"disk: the backup may need {file.needed_bytes} bytes, {file.free_bytes} are free")
-    return _plan("release", tags, blockers, host=host, file=file)
+    return plan_answer("release", _does("release", tags), tags, blockers, host=host, file=file)
 
 
 def plan_resume(lifecycle: Lifecycle, request: Resume, devices: Iterable[DeviceMemory]) -> PlanAnswer:
@@ -48,14 +48,14 @@ def plan_resume(lifecycle: Lifecycle, request: Resume, devices: Iterable[DeviceM
     asked = lifecycle.tags_to_resume(request.tags)
     tags = [tag for tag in now.status.tags if tag.released_bytes and (not asked or tag.tag in asked)]
     rooms = device_rooms(tags, now.status, devices)
-    blockers = list(_general_blockers(now.status, request, now.running))
+    blockers = list(general_blockers(now.status, request, now.running))
     for room in filter(lambda room: room.is_short, rooms):
         blockers.append(f"device {room.index}: {room.needed_bytes} bytes are needed, {room.free_bytes} are free")
     planned = [
         PlannedTag(tag=tag.tag, restore=tag.restore, bytes=tag.released_bytes, loses_content=tag.tag in now.unwritten)
         for tag in tags
     ]
-    return _plan("resume", planned, blockers, devices=tuple(rooms))
+    return plan_answer("resume", _does("resume", planned), planned, blockers, devices=tuple(rooms))
 
 
 def expected_s(plan: PlanAnswer, recent: Iterable[Operation]) -> float | None:
@@ -71,8 +71,11 @@ def expected_s(plan: PlanAnswer, recent: Iterable[Operation]) -> float | None:
     return None
 
 
-def _plan(operation: Verb, tags: list[PlannedTag], blockers: list[str], **rooms: Any) -> PlanAnswer:
-    would = f"would {planned_text(operation, tags)}" if any(tag.bytes for tag in tags) else f"nothing to {operation}"
+def plan_answer(
+    operation: OperationName, does: str, tags: Iterable[PlannedTag], blockers: Sequence[str], **rooms: Any
+) -> PlanAnswer:
+    """Return the plan of an operation that ``does`` this (empty: nothing), unless there are blockers."""
+    would = f"would {does}" if does else f"nothing to {operation}"
     return PlanAnswer(
         message=f"dry run: would fail: {'; '.join(blockers)}" if blockers else f"dry run: {would}",
         operation=operation,
@@ -82,7 +85,11 @@ def _plan(operation: Verb, tags: list[PlannedTag], blockers: list[str], **rooms:
     )
 
 
-def planned_text(operation: Verb, tags: Iterable[PlannedTag]) -> str:
+def _does(operation: Verb, tags: Iterable[PlannedTag]) -> str:
+    return planned_text(operation, tags) if any(tag.bytes for tag in tags) else ""
+
+
+def planned_text(operation: OperationName, tags: Iterable[PlannedTag]) -> str:
     moved = readable(sum(tag.bytes for tag in tags))
     names = ", ".join(tag.tag for tag in tags if tag.bytes)
     return f"{operation} {f'{moved} of {names}' if names else 'nothing'}"
@@ -102,7 +109,7 @@ def _released(tag: TagStatus, request: Release) -> PlannedTag:
     return planned_release(tag, request).model_copy(update={"loses_content": lost})
 
 
-def _general_blockers(status: Status, request: Asked, running: Operation | None) -> Iterable[str]:
+def general_blockers(status: Status, request: Asked, running: Operation | None) -> Iterable[str]:
     if not status.enabled:
         yield "memsaver is disabled in this process: nothing would happen"
     if status.state == "failed":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memsaver_core.contract.errors import ConfigurationError, VerificationError, VerificationUnavailableError
 from memsaver_core.contract.phases import Phase
-from memsaver_core.contract.requests import Asked, Release, Resume
+from memsaver_core.contract.requests import Release, Resume
 from memsaver_core.phases import PhaseLog
 from memsaver_server.engine import Engine, Memory, VerifiableEngine
 from memsaver_server.engine.admission import Admission
@@ -27,7 +27,7 @@ class Verification:
         if self._always and self._engine is None:
             raise ConfigurationError(f"MEMSAVER_VERIFY_TOKENS=1 is set, but engine {engine.name!r} cannot be verified")
 
-    def check(self, request: Asked) -> None:
+    def check(self, request: Release | Resume) -> None:
         """Raise VerificationUnavailableError if ``request`` asks for what is not possible."""
         if request.verify is not None and self._engine is None:
             raise VerificationUnavailableError(f"engine {self._name!r} cannot be verified; leave 'verify' out")
@@ -74,7 +74,7 @@ class Verification:
         self._due = False
         self._admission.unverified("")
 
-    def _is_asked(self, request: Asked) -> bool:
+    def _is_asked(self, request: Release | Resume) -> bool:
         return self._always or request.verify is not None
 
     @property

@@ -21,11 +21,9 @@ from memsaver_core.contract.requests import (
     Fields,
     FleetRelease,
     FleetResume,
-    ResizeKvCache,
     Selected,
     Selector,
     Verb,
-    acts_of,
 )
 from memsaver_core.contract.status import HealthAnswer
 from memsaver_server.audit import AuditLog
@@ -353,9 +351,6 @@ class FleetController:
 
     async def kv_cache(self) -> Answer:
         raise errors.BadRequestError("a fleet has no KV cache; ask its engines")
-
-    async def resize_kv_cache(self, asked: ResizeKvCache) -> Answer:
-        raise errors.BadRequestError(acts_of(ResizeKvCache)["bytes"].fleet)
 
     async def flush(self, selected: Fields) -> Answer:
         return await self._call(selected, "Cache flushed", "POST", "/flush_cache")

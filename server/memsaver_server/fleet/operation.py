@@ -70,6 +70,7 @@ class FleetOperation(Operation):
         began: on the monotonic clock.
     """
 
+    request: AskedOfFleet
     origin: Origin
     cause: str
     wish: Wanted

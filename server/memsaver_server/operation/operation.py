@@ -1,4 +1,4 @@
-"""An operation: one release or resume, from the request to its report."""
+"""An operation: one release, resume or resize, from the request to its report."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Moved(Protocol):
 
 @dataclass(eq=False)
 class Operation:
-    """One release or resume. Every method may be called from any thread; fields are read without the lock.
+    """One release, resume or resize. Every method may be called from any thread; fields are read without the lock.
 
     Attributes:
         request: what its callers ask for together.
@@ -256,9 +256,13 @@ class Operation:
             elif request.prepare:
                 self._lease_ends = max(self._lease_ends, clock.monotonic() + request.lease_s)
 
-    def expedite(self, request: Asked) -> None:
-        """Overtake its drain, as ``request`` waits behind it."""
+    def expedite(self, request: Asked, client: str) -> None:
+        """Overtake its drain, as ``request`` of ``client`` waits behind it. A resize that still waits ends."""
         with self.changed:
+            if self.request.operation == "resize" and self.is_running and self.table.allows(self.state, "cancel"):
+                self.cancelled_by = self.cancelled_by or f"a {request.operation} of {client}"
+                self.advance("cancel")
+                return
             overtaken = _overtaken(self.request, request)
             if overtaken is not None and self.table.allows(self.state, "overtake"):
                 self.request = overtaken
@@ -447,5 +451,6 @@ class Operation:
             happens = "is mapping memory already and will complete if the device has enough"
         else:
             happens = "is unmapping memory already and will complete"
-        message = f"{verb} {self.id} cannot be cancelled: it {happens}; to undo it, {OPPOSITE[verb]} the tags"
+        undo = "resize again" if verb == "resize" else f"{OPPOSITE[verb]} the tags"
+        message = f"{verb} {self.id} cannot be cancelled: it {happens}; to undo it, {undo}"
         return errors.TooLateToCancelError(message, self.id)

@@ -125,7 +125,7 @@ class OperationQueue:
             self._worker = start_thread("memsaver-operations", self._run)
         if conflicting is None:
             for other, _ in self._pending:
-                other.expedite(request)
+                other.expedite(request, client)
         operation = Operation(
             uuid.uuid4().hex[:12], request, client, ENGINE, key, self._memory, self._phase_timeout_s, self._changed
         )
@@ -145,7 +145,7 @@ class OperationQueue:
                     self._worker = None
                     return
                 operation, work = self._pending[0]
-                operation.start("drain" if operation.request.operation == "release" else "wait")
+                operation.start("wait" if operation.request.operation == "resume" else "drain")
             self._execute(operation, work)
             del operation, work
 
@@ -179,6 +179,8 @@ def _conflict(request: Asked, other: Operation) -> bool:
     """Whether ``request`` cannot simply run after ``other``."""
     if other.blocks_others:
         return True
+    if other.request.operation == "resize":  # equal ones are one; it gives way to other operations
+        return request.operation == "resize"
     if request.operation == other.request.operation:
         return False
     return not request.tags or not other.request.tags or not set(request.tags).isdisjoint(other.request.tags)

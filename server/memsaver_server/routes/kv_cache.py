@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 
-from memsaver_core.contract.reports import ResizedAnswer
-from memsaver_core.contract.requests import ResizeKvCache
+from memsaver_core.contract.errors import BadRequestError
+from memsaver_core.contract.reports import PlanAnswer, ResizedAnswer
+from memsaver_core.contract.requests import ResizeKvCache, acts_of
 from memsaver_core.contract.status import KvCacheAnswer
 from memsaver_server.controller import Models
 from memsaver_server.http.auth import reads_only
-from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, takes
-from memsaver_server.http.service import ControllerOf, response_of
+from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, operated, takes
+from memsaver_server.http.service import ControllerOf, ServiceOf, response_of
 from memsaver_server.http.unknown_fields import NamesIgnored
 
 
@@ -30,13 +31,15 @@ def router(models: Models) -> APIRouter:
 
     @routes.post(
         "/kv_cache",
-        response_model=ResizedAnswer,
-        responses=failures(models.failures),
+        responses=operated(ResizedAnswer | PlanAnswer, models.failures),
         openapi_extra=takes(ResizeKvCache),
     )
-    async def resize_kv_cache(controller: ControllerOf, fields: Any = by_size) -> JSONResponse:
+    async def resize_kv_cache(request: Request, service: ServiceOf, fields: Any = by_size) -> JSONResponse:
         """Make the KV cache smaller or larger while the engine serves. Its memory goes to the driver and comes from
-        there; cached prefixes on it are forgotten."""
-        return response_of(await controller.resize_kv_cache(fields))
+        there; cached prefixes on it are forgotten. A release or a resume ends a resize that still waits for requests.
+        """
+        if models.several:
+            raise BadRequestError(acts_of(ResizeKvCache)["bytes"].fleet)
+        return await service.answer(request, fields)
 
     return routes
