@@ -1,8 +1,14 @@
-"""The phases of an operation."""
+"""The operations and their phases."""
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import Literal
+
+#: The two operations on the memory of tags.
+Verb = Literal["release", "resume"]
+#: All operations.
+OperationName = Literal["release", "resume", "resize"]
 
 
 class Phase(str, Enum):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from memsaver_core.contract.model import Model
-from memsaver_core.contract.requests import OperationName, Verb
+from memsaver_core.contract.phases import OperationName, Verb
 from memsaver_core.contract.status import KvCacheAnswer, PreparedState
 
 #: The statuses of an operation. ``draining``, ``waiting``, ``moving`` and ``finishing`` are all ``running`` to callers.

@@ -17,12 +17,10 @@ from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_
 from typing_extensions import Self
 
 from memsaver_core.contract.model import Model
+from memsaver_core.contract.phases import OperationName as OperationName
+from memsaver_core.contract.phases import Verb as Verb
 from memsaver_core.contract.policies import RestorePolicy
 
-#: The two operations on the memory of tags.
-Verb = Literal["release", "resume"]
-#: All operations.
-OperationName = Literal["release", "resume", "resize"]
 OPPOSITE: dict[Verb, Verb] = {"release": "resume", "resume": "release"}
 #: The state of the memory that each leaves.
 STATES: dict[Verb, Literal["released", "resident"]] = {"release": "released", "resume": "resident"}
@@ -169,7 +167,7 @@ class _OnTags(_Operation, Tagged):
         return self
 
     def resolved(self, drain_timeout_s: float) -> Self:
-        """As of every operation, with sorted tags."""
+        """Return it as every operation does, and with sorted tags."""
         return super().resolved(drain_timeout_s).model_copy(update={"tags": tuple(sorted(self.tags))})
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from memsaver_core.contract.model import Model
+from memsaver_core.contract.phases import Verb
 
 
 class DeviceMemory(Model):
@@ -188,7 +189,7 @@ class PreparedState(Model):
 
     operation_id: str
     client: str
-    operation: Literal["release", "resume"]
+    operation: Verb
     lease_s: float
 
     def text(self) -> str:
@@ -198,6 +199,19 @@ class PreparedState(Model):
 
 #: The header by which a coordinator says who holds an engine, when it asks what that holds.
 COORDINATOR_HEADER = "Memsaver-Coordinator"
+
+
+class KvCacheAnswer(Model):
+    """The KV cache of an engine now. Sizes are bytes of device memory that its pages take, in all layers together."""
+
+    bytes: int = Field(description="The size of the cache.")
+    used_bytes: int = Field(description="Of it, what requests in flight use.")
+    smallest_bytes: int = Field(description="The smallest size now for which no request has to end or be preempted.")
+    largest_bytes: int = Field(description="The largest size now by what the device has free, but for rounding.")
+    full_bytes: int = Field(description="The size with which the engine began.")
+    tokens: int = Field(description="Room for so many tokens.")
+    page_bytes: int
+    page_tokens: int
 
 
 class OccupationAnswer(Model):
@@ -221,6 +235,7 @@ class OccupationAnswer(Model):
     )
     tags: tuple[TagOccupation, ...]
     communicators: tuple[CommunicatorStatus, ...] = ()
+    kv_cache: KvCacheAnswer | None = Field(default=None, description="null if the engine cannot resize it")
     shared_by_ranks: tuple[str, ...] = Field(
         default=(), description="Other device memory that ranks share, which no release gives back; what to change."
     )
@@ -229,19 +244,6 @@ class OccupationAnswer(Model):
     host_id: str = Field(default="", description="Of the machine, until it starts anew; empty for a fleet.")
     host_bytes: int = Field(default=0, description="Memory of the machine, of a fleet that of all its machines.")
     ranks: tuple[RankStatus, ...] = ()
-
-
-class KvCacheAnswer(Model):
-    """The KV cache of an engine now. Sizes are bytes of device memory that its pages take, in all layers together."""
-
-    bytes: int = Field(description="The size of the cache.")
-    used_bytes: int = Field(description="Of it, what requests in flight use.")
-    smallest_bytes: int = Field(description="The smallest size now for which no request has to end or be preempted.")
-    largest_bytes: int = Field(description="The largest size now by what the device has free, but for rounding.")
-    full_bytes: int = Field(description="The size with which the engine began.")
-    tokens: int = Field(description="Room for so many tokens.")
-    page_bytes: int
-    page_tokens: int
 
 
 class MemberRow(Model):

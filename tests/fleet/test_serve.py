@@ -542,7 +542,7 @@ def test_nobody_selected_is_the_same_error_with_and_without_a_dry_run(fleet: htt
 def test_calls_about_one_engine_are_not_passed_on_to_one_of_many(sites: Sites) -> None:
     site = sites["a"]
     with served([site.member]) as http:
-        for path in ("/v1/load_lora_adapter", "/v1/runtime/models/kv-limit"):
+        for path in ("/v1/load_lora_adapter", "/v1/runtime/models/activate"):
             answer = http.post(path, json={"model": "model of a"})
             assert (answer.status_code, "call each engine itself" in answer.json()["message"]) == (404, True)
     assert not any("/v1/" in request for request in site.wire.seen)

@@ -16,7 +16,6 @@ import pytest
 
 #: The modules whose locks are checked, in the order in which a thread takes them.
 ORDER = (
-    "memsaver_server.engine.kv_cache",  # of a resize
     "memsaver_server.engine.lifecycle",  # of the memory
     "memsaver_server.engine.admission",
     "memsaver_server.operation.queue",  # of the operations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,18 @@ import pytest
 import torch
 
 import memsaver_core as ms
+from memsaver_core.contract.reports import PlanAnswer, ResizedAnswer
 from memsaver_server.client import Client
-from memsaver_server.client.errors import ConflictError, DeviceMemoryError, DrainDeadlineError, InvalidRequestError
+from memsaver_server.client.errors import (
+    ConflictError,
+    DeviceMemoryError,
+    DrainDeadlineError,
+    InvalidRequestError,
+    OperationCancelledError,
+)
+from memsaver_server.fleet import Member
 from memsaver_server.reference.engine import TransformersEngine
+from tests.fleet.served_fleet import served
 from tests.waiting import wait_until
 
 MIB = 1 << 20
@@ -46,6 +56,16 @@ def client(http: httpx.Client) -> Iterator[Client]:
 
 def used_bytes() -> int:
     return ms.read_devices()[0].used_bytes
+
+
+@contextmanager
+def tenant(left: int) -> Iterator[None]:
+    """Another tenant of the device: while the block runs, so many bytes are free."""
+    (device,) = ms.read_devices()
+    with ms.region("tenant"):
+        memory = torch.ones(device.total_bytes - device.used_bytes - left, dtype=torch.uint8)
+    yield
+    del memory
 
 
 def generate(client: Client, prompt: list[int]) -> list[int]:
@@ -80,11 +100,12 @@ def test_half_of_it_goes_and_comes_back(client: Client) -> None:
     before, tokens = used_bytes(), outputs(client)
     for _ in range(2):
         half = client.resize_kv_cache(bytes=13 * MIB)
-        assert (half.bytes, half.tokens, half.full_bytes) == (4 * PAGE, 4 * TOKENS, PAGES * PAGE)
-        assert before - used_bytes() == 5 * PAGE
-        assert half.message == "the KV cache has 12.0 MiB instead of 27.0 MiB"
+        cache = half.kv_cache
+        assert (cache.bytes, cache.tokens, cache.full_bytes) == (4 * PAGE, 4 * TOKENS, PAGES * PAGE)
+        assert before - used_bytes() == half.released_bytes == 5 * PAGE
+        assert half.message.startswith("the KV cache has 12.0 MiB of 27.0 MiB: released 15.0 MiB in ")
         assert outputs(client) == tokens
-        assert client.resize_kv_cache(fraction=1.0).bytes == PAGES * PAGE
+        assert client.resize_kv_cache(fraction=1.0).kv_cache.bytes == PAGES * PAGE
         assert used_bytes() == before
         assert outputs(client) == tokens
 
@@ -100,7 +121,7 @@ def test_half_of_it_goes_and_comes_back(client: Client) -> None:
     ],
 )
 def test_sizes(client: Client, size: dict[str, Any], pages: int) -> None:
-    assert client.resize_kv_cache(**size).bytes == client.kv_cache().bytes == pages * PAGE
+    assert client.resize_kv_cache(**size).kv_cache.bytes == client.kv_cache().bytes == pages * PAGE
 
 
 @pytest.mark.parametrize(
@@ -128,39 +149,79 @@ def test_pages_in_use_stay_until_their_requests_end(
         client.resize_kv_cache(fraction=0.5, timeout_s=0)
     now = client.kv_cache()
     assert (now.bytes, now.used_bytes, now.smallest_bytes) == (PAGES * PAGE, PAGES * PAGE, PAGES * PAGE)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         shrinking = pool.submit(client.resize_kv_cache, fraction=0.5, timeout_s=600)
-
         wait_until(lambda: engine._slots.limit == 4)
-        with pytest.raises(ConflictError, match="another resize runs"):
+        with pytest.raises(ConflictError, match=r"cannot resize kv_cache: resize \w+ of kv_cache is in progress"):
             client.resize_kv_cache(fraction=1.0)
+        joins = pool.submit(client.resize_kv_cache, fraction=0.5, timeout_s=600)
+        wait_until(lambda: client.operations()[0].callers == 2)
         assert not shrinking.done()
         client.continue_generation()
-        assert shrinking.result().bytes == 4 * PAGE
+        assert shrinking.result().kv_cache.bytes == 4 * PAGE
+        assert joins.result().operation_id == shrinking.result().operation_id
     assert [each.result() for each in frozen] == outputs(client)
 
 
 def test_requests_are_preempted_if_asked(client: Client, frozen: list[Future[list[int]]]) -> None:
     before = used_bytes()
-    assert client.resize_kv_cache(fraction=0.5, mode="preempt", timeout_s=0).bytes == 4 * PAGE
+    assert client.resize_kv_cache(fraction=0.5, mode="preempt", timeout_s=0).kv_cache.bytes == 4 * PAGE
     assert before - used_bytes() == 5 * PAGE
     assert client.kv_cache().used_bytes == 4 * PAGE
     client.continue_generation()
     assert [each.result() for each in frozen] == outputs(client)
 
 
-def test_a_release_does_not_wait_for_a_resize(
-    client: Client, engine: TransformersEngine, frozen: list[Future[list[int]]]
+@pytest.mark.parametrize("verb", ["release", "resume"])
+def test_a_resize_that_waits_gives_way(
+    client: Client, engine: TransformersEngine, frozen: list[Future[list[int]]], verb: str
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
         shrinking = pool.submit(client.resize_kv_cache, fraction=0.5, timeout_s=600)
         wait_until(lambda: engine._slots.limit == 4)
-        assert client.release(mode="keep").released_bytes > PAGES * PAGE
+        if verb == "release":
+            assert client.release(mode="keep").released_bytes > PAGES * PAGE
         client.resume()
-        assert not shrinking.done()
-        client.continue_generation()
-        assert shrinking.result().bytes == 4 * PAGE
+        with pytest.raises(OperationCancelledError, match=rf"was cancelled by a {verb} of \S+ memsaver-client"):
+            shrinking.result()
+    assert client.kv_cache().bytes == PAGES * PAGE
+    client.continue_generation()
     assert [each.result() for each in frozen] == outputs(client)
+
+
+def test_it_is_an_operation(client: Client, frozen: list[Future[list[int]]]) -> None:
+    started = client.start_resize_kv_cache(fraction=0.5, timeout_s=600)
+    wait_until(lambda: client.operation(started.operation_id).phase == "drain")
+    with pytest.raises(InvalidRequestError, match="a KV cache of 20 pages"):
+        client.start_resize_kv_cache(tokens=10_000)
+    assert client.cancel(started.operation_id).status == "cancelled"
+    assert client.kv_cache().bytes == PAGES * PAGE
+    started = client.start_resize_kv_cache(fraction=0.5, mode="preempt", timeout_s=600)
+    assert [event.name for event in client.events(started.operation_id)][-1] == "done"
+    done = client.operation(started.operation_id)
+    assert (done.operation, done.status, done.tags) == ("resize", "succeeded", ("kv_cache",))
+    assert [phase.name for phase in done.phases] == ["drain", "resize"]
+    assert [phase.devices[0].delta_bytes for phase in done.phases] == [0, -5 * PAGE]
+    assert isinstance(done.answer, ResizedAnswer)
+    assert (done.answer.kv_cache.bytes, done.answer.tags[0].released_bytes) == (4 * PAGE, 5 * PAGE)
+    assert client.occupation().state == "resident"
+
+
+def test_a_dry_run_changes_nothing(client: Client, frozen: list[Future[list[int]]]) -> None:
+    plan = client.plan("resize", fraction=0.5)
+    assert plan.message == "dry run: would release 15.0 MiB of kv_cache, after requests on 15.0 MiB of it"
+    assert isinstance(plan, PlanAnswer)
+    assert ([tag.bytes for tag in plan.tags], plan.blockers) == ([5 * PAGE], ())
+    assert client.kv_cache().bytes == PAGES * PAGE
+    client.resize_kv_cache(fraction=0.5, mode="preempt")
+    assert client.plan("resize", fraction=0.5).message == "dry run: nothing to resize"
+    assert client.plan("resize", fraction=1.0).message == "dry run: would resume 15.0 MiB of kv_cache"
+    with tenant(left=2 * PAGE):
+        (blocker,) = client.plan("resize", fraction=1.0).blockers
+        assert blocker == f"device 0: {5 * PAGE} bytes are needed, {2 * PAGE} are free"
+    client.release(mode="keep")
+    assert client.plan("resize", fraction=1.0).blockers == ("the memory of 'kv_cache' is released; resume it first",)
+    client.resume()
 
 
 def test_a_release_and_its_resume_keep_the_size(client: Client) -> None:
@@ -177,18 +238,41 @@ def test_a_release_and_its_resume_keep_the_size(client: Client) -> None:
     assert outputs(client) == tokens
 
 
+def test_a_coordinator_limits_it_as_aibrix_asks(client: Client) -> None:
+    asked = {"model_name": "m", "limit_bytes": 13 * MIB, "operation_id": "limit-1"}
+    with served([Member("a", client.address, model="m")]) as fleet:
+        for applied in (True, False):
+            answer = fleet.post("/v1/runtime/models/kv-limit", json=asked).json()
+            assert [engine["body"]["kv_cache"]["bytes"] for engine in answer.pop("engines")] == [4 * PAGE]
+            named = {"model_name": "m", "operation_id": "limit-1"}
+            assert answer == {"status": "success", **named, "applied": applied, "phase": "active"}
+        refused = fleet.post("/v1/runtime/models/kv-limit", json={**asked, "limit_bytes": 1})
+        assert (refused.status_code, "a page takes 3.0 MiB" in refused.json()["message"]) == (400, True)
+        elsewhere = fleet.post("/v1/runtime/models/kv-limit", json={**asked, "model_name": "n"})
+        assert elsewhere.status_code == 404
+    assert client.kv_cache().bytes == 4 * PAGE
+
+
 def test_growing_without_enough_memory_changes_nothing(client: Client) -> None:
     tokens = generate(client, PROMPTS[0])
     client.resize_kv_cache(fraction=0.5)
-    (device,) = ms.read_devices()
-    left = device.total_bytes - device.used_bytes - 2 * PAGE
-    with ms.region("tenant"):
-        tenant = torch.ones(left, dtype=torch.uint8)
-    assert client.kv_cache().largest_bytes == 6 * PAGE
-    with pytest.raises(DeviceMemoryError, match="too little free memory to grow") as short:
-        client.resize_kv_cache(fraction=1.0)
-    assert (short.value.needed_bytes, short.value.free_bytes) == (5 * PAGE, 2 * PAGE)
-    assert client.kv_cache().bytes == 4 * PAGE
-    assert generate(client, PROMPTS[0]) == tokens
-    assert client.resize_kv_cache(tokens=6 * TOKENS).bytes == 6 * PAGE
-    del tenant
+    with tenant(left=2 * PAGE):
+        assert client.kv_cache().largest_bytes == 6 * PAGE
+        with pytest.raises(DeviceMemoryError, match="too little free memory to grow") as short:
+            client.resize_kv_cache(fraction=1.0)
+        assert (short.value.needed_bytes, short.value.free_bytes) == (5 * PAGE, 2 * PAGE)
+        assert client.kv_cache().bytes == 4 * PAGE
+        assert generate(client, PROMPTS[0]) == tokens
+        assert client.resize_kv_cache(tokens=6 * TOKENS).kv_cache.bytes == 6 * PAGE
+
+
+def test_growing_waits_for_memory(client: Client) -> None:
+    tokens = outputs(client)
+    client.resize_kv_cache(fraction=0.5)
+    with ThreadPoolExecutor(1) as pool:
+        with tenant(left=2 * PAGE):
+            growing = pool.submit(client.resize_kv_cache, fraction=1.0, wait_for_memory_s=600)
+            wait_until(lambda: client.operations()[0].phase == "wait_for_memory")
+            assert outputs(client) == tokens
+        assert growing.result().kv_cache.bytes == PAGES * PAGE
+    assert outputs(client) == tokens

@@ -9,7 +9,7 @@ from .lock_order import LockOrder
 from .test_leases import RELEASE, RESUME, prepare
 from .test_operations import post
 
-MEMORY, ADMISSION, OPERATIONS = range(1, 4)  # 0 is of a resize
+MEMORY, ADMISSION, OPERATIONS = range(3)
 
 
 def test_an_operation_takes_its_locks_in_order(http: httpx.Client, lock_order: LockOrder) -> None:

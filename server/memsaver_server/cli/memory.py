@@ -104,8 +104,10 @@ def kv_cache(
     as_json: Json = False,
     asked: ResizeKvCache,
 ) -> None:
-    """Show the engine's KV cache; with SIZE or --tokens, make it smaller or larger while the engine serves. Ctrl-C
-    cancels before memory is moved."""
+    """Show the engine's KV cache; with SIZE or --tokens, make it smaller or larger while the engine serves.
+
+    Ctrl-C cancels before memory is moved.
+    """
     if given := asked.given() | _size(size):
         _operate("resize", [], connection, as_json, given)
         return

@@ -285,7 +285,8 @@ class Calls:
         Raises:
             DrainDeadlineError: requests still used what was to go at the deadline; the cache is as before.
             DeviceMemoryError: the device has too little free memory; the cache is as before.
-            ConflictError: the cache is released, or is being resized; or a release or a resume came first.
+            ConflictError: the cache is released, or is being resized.
+            OperationCancelledError: a release or a resume came while requests were waited for.
         """
         return await self._ask(ResizedAnswer, operation_call("resize", None, options))
 

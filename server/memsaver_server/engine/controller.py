@@ -81,8 +81,8 @@ class EngineController:
         self._audit = AuditLog(settings.audit_file)
         self._monitor = DeviceMonitor(memory=memory_of(engine))
         self.lifecycle = Lifecycle(engine, settings, self._record)
-        self._cache = ElasticCache(cast(ResizableEngine, engine), self.lifecycle)
-        self._metrics = EngineMetrics(self._monitor, self.lifecycle, callers)
+        self._cache = ElasticCache(engine, self.lifecycle) if isinstance(engine, ResizableEngine) else None
+        self._metrics = EngineMetrics(self._monitor, self.lifecycle, self._cache, callers)
         self._id = uuid.uuid4().hex[:12]
         self._held = ("", 0.0)  # by a coordinator, and when it has asked last
         self._stall_loggers: dict[str, asyncio.Task[None]] = {}
@@ -105,7 +105,7 @@ class EngineController:
         try:
             resolved = asked.resolved(self._settings.drain_timeout_s)
             if isinstance(resolved, ResizeKvCache):
-                operation = self._cache.start(resolved, key=key, client=client)
+                operation = self._elastic.start(resolved, key=key, client=client)
             else:
                 operation = self.lifecycle.start(resolved, key=key, client=client)
         except Exception as error:
@@ -234,7 +234,7 @@ class EngineController:
         devices = (await self._monitor.fresh()).devices
         if isinstance(asked, Resume):
             return Answer.of(plan_resume(self.lifecycle, asked, devices))
-        return Answer.of(self._cache.plan(asked, devices))
+        return Answer.of(self._elastic.plan(asked, devices))
 
     def _prepared(self, operation: Operation) -> reports.PreparedAnswer:
         asked, of = operation.request, self.lifecycle
@@ -267,6 +267,11 @@ class EngineController:
         task = asyncio.get_running_loop().create_task(operation.log_stalls(self._stall_check_s))
         self._stall_loggers[operation.id] = task
         task.add_done_callback(lambda _: self._stall_loggers.pop(operation.id))
+
+    @property
+    def _elastic(self) -> ElasticCache:
+        assert self._cache is not None, "without the capability there is no such route"
+        return self._cache
 
     @property
     def _coordinator(self) -> str:
@@ -369,6 +374,7 @@ class EngineController:
             prepared=now.running.prepared_state() if now.running and now.running.status == "prepared" else None,
             coordinator=self._coordinator,
             shared_by_ranks=status.shared,
+            kv_cache=self._cache.read(sample.devices) if self._cache else None,
             devices=tuple(
                 OccupiedDevice(
                     **dict(device),
@@ -416,7 +422,7 @@ class EngineController:
         return Answer.message(f"Generation continues{f' once possible: {closed_reason}' if closed_reason else ''}.")
 
     async def kv_cache(self) -> Answer:
-        return Answer.of(await in_thread(self._cache.read))
+        return Answer.of(self._elastic.read((await self._monitor.fresh()).devices))
 
     async def flush(self, selected: Fields) -> Answer:
         await in_thread(self.engine.flush_cache)

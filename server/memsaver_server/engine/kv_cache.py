@@ -25,16 +25,16 @@ _TAGS = ResizeKvCache.tags
 
 
 class ElasticCache:
-    """Resizes the KV cache of ``engine``, as operations of ``lifecycle``. Every method may be called from any thread."""
+    """Resizes the KV cache of ``engine`` by operations of ``lifecycle``. Methods may be called from any thread."""
 
     def __init__(self, engine: ResizableEngine, lifecycle: Lifecycle) -> None:
         self._engine = engine
         self._lifecycle = lifecycle
 
-    def read(self) -> KvCacheAnswer:
-        """Return the size of the cache, and the sizes that it can have now."""
+    def read(self, devices: Iterable[DeviceMemory]) -> KvCacheAnswer:
+        """Return the size of the cache, and the sizes that it can have with what is free on its ``devices``."""
         pages = self._engine.kv_cache()
-        free = min((each.total_bytes - each.used_bytes for each in self._lifecycle.memory.read_devices()), default=0)
+        free = min((each.total_bytes - each.used_bytes for each in devices), default=0)
         sizes = {
             "bytes": pages.kept,
             "used_bytes": pages.used,
@@ -81,7 +81,7 @@ class ElasticCache:
             does += f", after requests on {readable((cache.needed - pages) * cache.page_bytes)} of it"
         tag = self._tag()
         planned = PlannedTag(tag=tag.tag, restore=tag.restore, bytes=abs(more))
-        return plan_answer("resize", does, [planned], blockers, devices=tuple(rooms))
+        return plan_answer("resize", does, [planned], blockers, rooms)
 
     def _resize(self, request: ResizeKvCache, pages: int, operation: Operation, log: PhaseLog) -> ResizedReport:
         self._lifecycle.check_resident(_TAGS)
@@ -96,7 +96,7 @@ class ElasticCache:
             operation.undo()
             self._engine.limit_kv_cache(before, 0.0)
             raise
-        return ResizedReport(**dict(report), kv_cache=self.read())
+        return ResizedReport(**dict(report), kv_cache=self.read(self._lifecycle.memory.read_devices()))
 
     def _limit(self, request: ResizeKvCache, pages: int, operation: Operation) -> None:
         def given_up() -> bool:
@@ -116,8 +116,15 @@ class ElasticCache:
             self._engine.resize_kv_cache(pages)
         tag = self._tag()
         more = tag.shrunk_bytes - shrunk
-        moved = {"released_bytes": max(0, more), "resumed_bytes": max(0, -more)}
-        report = TagReport(tag=tag.tag, restore=tag.restore, state=tag.state, bytes=tag.bytes, already=not more, **moved)
+        report = TagReport(
+            tag=tag.tag,
+            restore=tag.restore,
+            state=tag.state,
+            bytes=tag.bytes,
+            released_bytes=max(0, more),
+            resumed_bytes=max(0, -more),
+            already=not more,
+        )
         return operation.moved(log.report("resize", (report,)))
 
     def _tag(self) -> TagStatus:

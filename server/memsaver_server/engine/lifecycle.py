@@ -5,8 +5,8 @@ Resume: check tags -> resume the memory -> repair -> verify if asked -> open adm
 The steps of the memory itself are in ``memsaver_core.contract.phases``.
 
 A thread that holds several of the service's locks has taken them in this order, which tests check: that of the memory
-(here; held while memory moves or weights are written), that of admission (held while the engine is called), that of the operations (``OperationQueue``; not held
-while an operation runs).
+(here; held while memory moves or weights are written), that of admission (held while the engine is called), that of the
+operations (``OperationQueue``; not held while an operation runs).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functools import partial
 from memsaver_core.contract import errors
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.reports import OperationReport
-from memsaver_core.contract.requests import Asked, DrainMode, Release, Resume
+from memsaver_core.contract.requests import DrainMode, Release, Resume
 from memsaver_core.contract.status import Status, TagStatus
 from memsaver_core.phases import PhaseLog
 from memsaver_server import clock
@@ -173,8 +173,7 @@ class Lifecycle:
             operation.hold()
             return operation.moved(self.memory.resume(request, log=log))
         self._check_usable()
-        self._verification.check(request)
-        self._check_version(request)
+        self.check_resume(request)
         status = self.memory.status()
         released = released_tags(status)
         request = request.model_copy(update={"tags": self.tags_to_resume(request.tags)})
@@ -263,9 +262,10 @@ class Lifecycle:
 
     @contextmanager
     def writing(self, tag: str = "weights", version: str | None = None) -> Iterator[None]:
-        """Run the block, which writes the content of ``tag`` in place, while no memory is moved. Waits for the operation
-        in progress. Afterwards what a release had discarded counts as written, unless the block raised or the engine
-        says that weights are still missing; and weights are of this ``version``. Raises, without running the block,
+        """Run the block, which writes the content of ``tag`` in place, while no memory is moved. Waits for that.
+
+        Afterwards what a release had discarded counts as written, unless the block raised or the engine says that
+        weights are still missing; and weights are of this ``version``. Raises, without running the block,
         NotResidentError if the tag is released, and MemoryBusyError if an operation stalls or another block has not
         ended."""
         while not self._moving.acquire(timeout=self._phase_timeout_s):
@@ -333,7 +333,9 @@ class Lifecycle:
         if status.state == "failed":
             raise errors.EngineFailedError(failed_for_good(status))
 
-    def _check_version(self, request: Resume) -> None:
+    def check_resume(self, request: Resume) -> None:
+        """Raise VerificationUnavailableError or WrongWeightsError if it asks for what is not there."""
+        self._verification.check(request)
         if request.weights_version is None:
             return
         held = self.snapshot().weights_version

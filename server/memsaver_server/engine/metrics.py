@@ -12,6 +12,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from memsaver_server.engine.device_monitor import DeviceMonitor
+from memsaver_server.engine.kv_cache import ElasticCache
 from memsaver_server.engine.lifecycle import Lifecycle
 from memsaver_server.metrics import CallerFigures, Registry, caller_metrics, counters, gauges
 from memsaver_server.operation.operation import Operation
@@ -38,9 +39,12 @@ class _Histogram:
 class EngineMetrics:
     """Counts operations as they end; at a scrape adds the state of the core and the last device sample."""
 
-    def __init__(self, monitor: DeviceMonitor, lifecycle: Lifecycle, callers: CallerFigures) -> None:
+    def __init__(
+        self, monitor: DeviceMonitor, lifecycle: Lifecycle, cache: ElasticCache | None, callers: CallerFigures
+    ) -> None:
         self._monitor = monitor
         self._lifecycle = lifecycle
+        self._cache = cache
         self._lock = threading.Lock()
         self._operations: Counter[tuple[str, str]] = Counter()
         self._phases: dict[tuple[str, str], _Histogram] = {}
@@ -130,6 +134,11 @@ class EngineMetrics:
             yield gauges("memsaver_shared_store_bytes", help_text, ["kind"], sizes)
             help_text = "Processes that use the same store of host memory, this one included."
             yield gauges("memsaver_shared_store_processes", help_text, ["store"], {(store.name,): store.processes})
+        if self._cache is not None:
+            cache = self._cache.read(devices)
+            sizes = {(kind,): getattr(cache, f"{kind}_bytes") for kind in ("used", "smallest", "largest", "full")}
+            help_text = "The KV cache: its size, what requests use of it, its sizes possible now, that at the start."
+            yield gauges("memsaver_kv_cache_bytes", help_text, ["kind"], {("size",): cache.bytes, **sizes})
         for kind, text in (("used", "Device memory in use by all processes."), ("total", "Memory of the device.")):
             values = {(str(device.index),): getattr(device, f"{kind}_bytes") for device in devices}
             yield gauges(f"memsaver_device_{kind}_bytes", text, ["device"], values)

@@ -7,10 +7,10 @@ may take less, as a block of zeros needs no host memory. Nothing is reserved: ot
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
+from memsaver_core.contract.errors import MemsaverError
 from memsaver_core.contract.phases import Phase
-from memsaver_core.contract.reports import PlanAnswer, PlannedTag, Room
+from memsaver_core.contract.reports import DeviceRoom, PlanAnswer, PlannedTag, Room
 from memsaver_core.contract.requests import Asked, OperationName, Release, Resume, Verb
 from memsaver_core.contract.status import DeviceMemory, Status, TagStatus
 from memsaver_core.ranks.plans import backup_rooms, device_rooms, planned_release
@@ -18,6 +18,7 @@ from memsaver_server.engine.admission import failed_for_good
 from memsaver_server.engine.lifecycle import Lifecycle
 from memsaver_server.engine.tag_selection import keeps_content, narrowed, needs_writing
 from memsaver_server.operation.operation import Operation, tag_list
+from memsaver_server.operation.queue import conflicts
 
 _NO_ROOM = Room(needed_bytes=0, free_bytes=0)
 
@@ -49,13 +50,15 @@ def plan_resume(lifecycle: Lifecycle, request: Resume, devices: Iterable[DeviceM
     tags = [tag for tag in now.status.tags if tag.released_bytes and (not asked or tag.tag in asked)]
     rooms = device_rooms(tags, now.status, devices)
     blockers = list(general_blockers(now.status, request, now.running))
-    for room in filter(lambda room: room.is_short, rooms):
-        blockers.append(f"device {room.index}: {room.needed_bytes} bytes are needed, {room.free_bytes} are free")
+    try:
+        lifecycle.check_resume(request)
+    except MemsaverError as refused:
+        blockers.append(str(refused))
     planned = [
         PlannedTag(tag=tag.tag, restore=tag.restore, bytes=tag.released_bytes, loses_content=tag.tag in now.unwritten)
         for tag in tags
     ]
-    return plan_answer("resume", _does("resume", planned), planned, blockers, devices=tuple(rooms))
+    return plan_answer("resume", _does("resume", planned), planned, blockers, rooms)
 
 
 def expected_s(plan: PlanAnswer, recent: Iterable[Operation]) -> float | None:
@@ -72,16 +75,28 @@ def expected_s(plan: PlanAnswer, recent: Iterable[Operation]) -> float | None:
 
 
 def plan_answer(
-    operation: OperationName, does: str, tags: Iterable[PlannedTag], blockers: Sequence[str], **rooms: Any
+    operation: OperationName,
+    does: str,
+    tags: Iterable[PlannedTag],
+    blockers: list[str],
+    devices: Sequence[DeviceRoom] = (),
+    host: Room = _NO_ROOM,
+    file: Room = _NO_ROOM,
 ) -> PlanAnswer:
-    """Return the plan of an operation that ``does`` this (empty: nothing), unless there are blockers."""
+    """Return the plan of an operation that ``does`` this (empty: nothing), unless there are ``blockers``, or one of the
+    ``devices`` has too little room."""
+    for room in devices:
+        if room.is_short:
+            blockers.append(f"device {room.index}: {room.needed_bytes} bytes are needed, {room.free_bytes} are free")
     would = f"would {does}" if does else f"nothing to {operation}"
     return PlanAnswer(
         message=f"dry run: would fail: {'; '.join(blockers)}" if blockers else f"dry run: {would}",
         operation=operation,
         tags=tuple(tags),
         blockers=tuple(blockers),
-        **{"host": _NO_ROOM, "file": _NO_ROOM, "devices": (), **rooms},
+        host=host,
+        file=file,
+        devices=tuple(devices),
     )
 
 
@@ -114,5 +129,5 @@ def general_blockers(status: Status, request: Asked, running: Operation | None) 
         yield "memsaver is disabled in this process: nothing would happen"
     if status.state == "failed":
         yield failed_for_good(status)
-    if running is not None and running.request.operation != request.operation:
+    if running is not None and conflicts(request, running):
         yield f"{running.request.operation} {running.id} of {tag_list(running.request.tags)} is in progress"

@@ -331,7 +331,7 @@ class AsyncFleet:
             operation.how = "each"
             async with self.around(operation):
                 self._report(operation, "commit")
-                await part.perform(operation.request.operation, body, "reconciling")
+                await part.perform(operation.asked.operation, body, "reconciling")
                 return self._finish(operation)
 
         return await self._concluded(operation, carry_out())

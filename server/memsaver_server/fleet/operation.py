@@ -70,7 +70,6 @@ class FleetOperation(Operation):
         began: on the monotonic clock.
     """
 
-    request: AskedOfFleet
     origin: Origin
     cause: str
     wish: Wanted

@@ -110,12 +110,12 @@ class OperationQueue:
         for other, _ in reversed(self._pending):
             if other.is_shared_with(key, client) and other.join(request):
                 return other
-            if _conflict(request, other):
+            if conflicts(request, other):
                 return None
         return None
 
     def _enqueue(self, request: Asked, work: Work, key: str | None, client: str) -> Operation:
-        conflicting = next((other for other, _ in self._pending if _conflict(request, other)), None)
+        conflicting = next((other for other, _ in self._pending if conflicts(request, other)), None)
         if conflicting is not None and not request.wait:
             refused = f"cannot {request.operation} {tag_list(request.tags)}"
             raise conflicting.conflict(refused, 'Try again when it is done, or send "wait": true')
@@ -175,7 +175,7 @@ class OperationQueue:
             operation.answer_callers()
 
 
-def _conflict(request: Asked, other: Operation) -> bool:
+def conflicts(request: Asked, other: Operation) -> bool:
     """Whether ``request`` cannot simply run after ``other``."""
     if other.blocks_others:
         return True

@@ -11,12 +11,15 @@ from starlette.requests import Request
 
 from memsaver_core.contract.errors import NotFoundError
 from memsaver_core.contract.model import Model
-from memsaver_core.contract.requests import Fields, FleetRelease, FleetResume
-from memsaver_server.controller import Models
-from memsaver_server.fleet.results import EngineResult
+from memsaver_core.contract.requests import Fields, FleetRelease, FleetResume, Selected
+from memsaver_server.controller import Answer, Models
+from memsaver_server.fleet.controller import FleetController
+from memsaver_server.fleet.results import CallRow, EngineResult
 from memsaver_server.http.requests import failures, fields_of, guard, takes
-from memsaver_server.http.service import ServiceOf, response_of
+from memsaver_server.http.service import ServiceOf, controller_of, response_of
 from memsaver_server.http.unknown_fields import NamesIgnored
+
+FleetControllerOf = Annotated[FleetController, Depends(controller_of)]
 
 
 class RuntimeWake(Fields):
@@ -32,6 +35,12 @@ class RuntimeSleep(RuntimeWake):
     level: Annotated[int, Field(ge=1, le=2)] = 1
 
 
+class RuntimeLimit(RuntimeWake):
+    """AIBrix's limit of a model's KV cache."""
+
+    limit_bytes: Annotated[int, Field(ge=1, lt=1 << 63)]
+
+
 class RuntimeAnswer(Model):
     """``applied``: this call did it; a repeat of an operation does not do it again."""
 
@@ -40,7 +49,7 @@ class RuntimeAnswer(Model):
     operation_id: str
     applied: bool
     phase: Literal["sleeping", "active"]
-    engines: list[EngineResult]
+    engines: list[EngineResult | CallRow]
 
 
 def router(models: Models) -> APIRouter:
@@ -48,7 +57,7 @@ def router(models: Models) -> APIRouter:
     routes = APIRouter(
         route_class=NamesIgnored, tags=["runtime models"], dependencies=[Depends(guard)], responses=responses
     )
-    by_sleep, by_wake = Depends(fields_of(RuntimeSleep)), Depends(fields_of(RuntimeWake))
+    by_sleep, by_wake, by_limit = (Depends(fields_of(model)) for model in (RuntimeSleep, RuntimeWake, RuntimeLimit))
 
     @routes.post("/v1/runtime/models/sleep", openapi_extra=takes(RuntimeSleep))
     async def sleep(request: Request, service: ServiceOf, fields: Any = by_sleep) -> JSONResponse:
@@ -61,6 +70,14 @@ def router(models: Models) -> APIRouter:
         """Resume the memory of a model's engines."""
         return await operate(request, service, fields, FleetResume(**_named(fields)))
 
+    @routes.post("/v1/runtime/models/kv-limit", openapi_extra=takes(RuntimeLimit))
+    async def kv_limit(controller: FleetControllerOf, fields: Any = by_limit) -> JSONResponse:
+        """Make the KV cache of a model's engines smaller or larger while they serve, of each by itself."""
+        answer, applied = await controller.limit_kv_cache(Selected(model=fields.model_name), fields.limit_bytes)
+        if answer.status != 200:
+            return response_of(answer)
+        return _done(fields, fields.operation_id, applied, "active", answer)
+
     async def operate(
         request: Request, service: ServiceOf, fields: RuntimeWake, asked: FleetRelease | FleetResume
     ) -> JSONResponse:
@@ -72,18 +89,16 @@ def router(models: Models) -> APIRouter:
         answer = service.controller.answer(operation)
         if operation.status != "succeeded":
             return response_of(answer)
-        return JSONResponse(
-            {
-                "status": "success",
-                "model_name": fields.model_name,
-                "operation_id": operation.id,
-                "applied": bool(answer.body["released_bytes"] or answer.body["resumed_bytes"]) and not known,
-                "phase": "sleeping" if asked.operation == "release" else "active",
-                "engines": answer.body["engines"],
-            }
-        )
+        applied = bool(answer.body["released_bytes"] or answer.body["resumed_bytes"]) and not known
+        return _done(fields, operation.id, applied, "sleeping" if asked.operation == "release" else "active", answer)
 
     return routes
+
+
+def _done(fields: RuntimeWake, operation_id: str, applied: bool, phase: str, answer: Answer) -> JSONResponse:
+    named = {"model_name": fields.model_name, "operation_id": operation_id}
+    done = {"status": "success", **named, "applied": applied, "phase": phase, "engines": answer.body["engines"]}
+    return JSONResponse(done)
 
 
 def _named(fields: RuntimeWake) -> dict[str, Any]:
