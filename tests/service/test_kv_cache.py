@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 import memsaver_core as ms
 from memsaver_core.contract.reports import PlanAnswer, ResizedAnswer
@@ -204,7 +205,19 @@ def test_it_is_an_operation(client: Client, frozen: list[Future[list[int]]]) -> 
     assert [phase.devices[0].delta_bytes for phase in done.phases] == [0, -5 * PAGE]
     assert isinstance(done.answer, ResizedAnswer)
     assert (done.answer.kv_cache.bytes, done.answer.tags[0].released_bytes) == (4 * PAGE, 5 * PAGE)
-    assert client.occupation().state == "resident"
+    now = client.occupation()
+    assert (now.state, now.kv_cache) == ("resident", client.kv_cache())
+    metrics = {each.name: each for each in text_string_to_metric_families(httpx.get(f"{client.address}/metrics").text)}
+    sizes = {sample.labels["kind"]: sample.value for sample in metrics["memsaver_kv_cache_bytes"].samples}
+    assert sizes == {
+        "size": 4 * PAGE,
+        "used": 4 * PAGE,
+        "smallest": 4 * PAGE,
+        "largest": PAGES * PAGE,
+        "full": PAGES * PAGE,
+    }
+    counted = [sample.labels for sample in metrics["memsaver_operations"].samples]
+    assert {"operation": "resize", "outcome": "cancelled"} in counted
 
 
 def test_a_dry_run_changes_nothing(client: Client, frozen: list[Future[list[int]]]) -> None:

@@ -85,7 +85,7 @@ class EngineMetrics:
 
     def _collect_counters(self) -> Iterator[Metric]:
         """The caller holds the lock."""
-        help_text = "Calls of release and resume, by how they ended."
+        help_text = "Operations, by how they ended."
         yield counters("memsaver_operations", help_text, ["operation", "outcome"], self._operations)
         help_text = "How long each phase of an operation took."
         phases = HistogramMetricFamily("memsaver_phase_seconds", help_text, labels=["operation", "phase"])
