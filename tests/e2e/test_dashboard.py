@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import wait_until
+
 from .serving import Server, serving
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
@@ -69,6 +71,26 @@ def release(page: playwright.Page) -> None:
     page.get_by_role("dialog").get_by_role("button", name="Release").click()
 
 
+def test_the_kv_cache_is_resized_by_a_slider(page: playwright.Page, server: Server) -> None:
+    page.goto(server.url)
+    state(page, "resident")
+    full = used(page)
+    slider, would = page.get_by_role("slider", name="Size of the KV cache"), page.locator("#kv-cache-would")
+    playwright.expect(page.locator("#resize")).to_have_attribute("aria-disabled", "true")
+    slider.fill("1")
+    playwright.expect(would).to_contain_text("would go to the driver at once")
+    page.locator("#resize").click()
+    newest = page.locator("#operations > tr").first
+    playwright.expect(newest).to_contain_text("resize")
+    playwright.expect(newest).to_contain_text("done")
+    playwright.expect(would).to_contain_text("Move the slider")
+    wait_until(lambda: used(page) < full)
+    slider.fill(slider.get_attribute("max"))
+    playwright.expect(would).to_contain_text("would come from the driver.")
+    page.locator("#resize").click()
+    wait_until(lambda: used(page) == full)
+
+
 @pytest.mark.parametrize(
     "page",
     [(DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light"), (PHONE, "dark")],
@@ -83,7 +105,7 @@ def test_release_and_resume(page: playwright.Page, server: Server) -> None:
     release(page)
     state(page, "released")
     playwright.expect(page.locator("#admission")).to_contain_text("refused")
-    page.wait_for_function(f"document.querySelector('.device').dataset.used <= {full - 64 * MIB}")
+    wait_until(lambda: used(page) <= full - 64 * MIB)
     assert page.locator("#tags [data-state=released]").count() == page.locator("#tags tr").count()
 
     newest = page.locator("#operations > tr").first

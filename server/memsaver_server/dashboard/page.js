@@ -7,6 +7,7 @@ import { deviceView } from "./devices.js";
 import { engineRows } from "./engines.js";
 import { Refused, call, follow, key } from "./feed.js";
 import { duration, el, size, tagList } from "./format.js";
+import { cacheNow, cacheWould } from "./kv_cache.js";
 import { operationRows } from "./operations.js";
 import { rankRows } from "./ranks.js";
 import { tagRows } from "./tags.js";
@@ -92,6 +93,7 @@ follow("dashboard/feed", {
     drawState();
     drawDevices();
     drawTags();
+    drawCache();
     drawEngines();
     drawCommunicators();
     drawRanks();
@@ -189,6 +191,29 @@ function drawEngines() {
   );
 }
 
+/** The size that the slider asks for. */
+const cacheWanted = () => Number($("kv-cache-size").value) * occupation.kv_cache.page_bytes;
+
+/** The KV cache, if the engine can resize it. The slider stays where a person has put it. */
+function drawCache() {
+  const cache = occupation.kv_cache;
+  $("kv-cache-panel").hidden = !cache;
+  if (!cache) return;
+  const slider = $("kv-cache-size");
+  slider.max = cache.full_bytes / cache.page_bytes;
+  if (!slider.dataset.moved) slider.value = cache.bytes / cache.page_bytes;
+  const wanted = cacheWanted();
+  slider.setAttribute("aria-valuetext", size(wanted));
+  $("kv-cache-now").textContent = cacheNow(cache);
+  $("kv-cache-would").textContent = cacheWould(cache, wanted);
+  allow($("resize"), connected && occupation.state === "resident" && !running() && wanted !== cache.bytes);
+}
+
+$("kv-cache-size").addEventListener("input", (event) => {
+  event.target.dataset.moved = "yes";
+  drawCache();
+});
+
 /** NCCL's communicators, if there are any. */
 function drawCommunicators() {
   const communicators = occupation.communicators ?? [];
@@ -215,7 +240,7 @@ function drawProgress() {
   const operation = running();
   $("progress").hidden = !operation;
   if (!operation) return;
-  const doing = operation.operation === "release" ? "Releasing" : "Resuming";
+  const doing = { release: "Releasing", resume: "Resuming", resize: "Resizing" }[operation.operation];
   $("progress-title").textContent = `${doing} ${operation.tags ? tagList(operation.tags) : "all tags"}${onEngines(operation)}`;
   const now = operation.progress;
   const parts = [operation.phase || "starting", duration(operation.seconds)];
@@ -284,6 +309,11 @@ const actions = {
   release: () => confirmRelease(null),
   hibernate: () => confirmRelease(null, { hibernate: true }),
   resume: () => send("resume", {}),
+  resize: () => {
+    const bytes = cacheWanted();
+    delete $("kv-cache-size").dataset.moved;
+    attempt("resize", "POST", "kv_cache", { bytes });
+  },
   cancel: () => running() && cancel(running().operation_id),
 };
 for (const [id, act] of Object.entries(actions)) $(id).addEventListener("click", () => may($(id)) && act());
