@@ -65,7 +65,7 @@ class Execution:
         """
         self._operation.how = "each"
         # First: a reconciler is to do what remains.
-        await self._keeper.ended(self._id, self._operation.known("begun"), self._wish)
+        await self._keeper.begun(self._id, self._operation.known("begun"), self._wish)
         self._report("commit")
         groups = await groups_of(self._request, [part for part in self._parts if part.failure is None])
 

@@ -144,6 +144,16 @@ class RecordContent(Model):
         kept = tuple(old for old in self.wanted if not _covers(wish, old))
         return self.model_copy(update={"wanted": (*kept, wish)})
 
+    def noting(self, operation_id: str, known: Known, *wishes: Wanted) -> RecordContent:
+        """Return the record in which an operation does not run, and its id and its wishes are known."""
+        left = {key: value for key, value in self.running.items() if key != operation_id}
+        content = self.model_copy(update={"running": left})
+        if known.digest:
+            content = content.knowing(operation_id, known)
+        for wish in wishes:
+            content = content.wishing(wish)
+        return content
+
 
 class Record(Protocol):
     """Keeps the record. One coordinator writes it at a time."""
@@ -261,17 +271,15 @@ class Keeper:
     async def running(self, operation_id: str, running: Running) -> None:
         await self._change(lambda old: old.model_copy(update={"running": {**old.running, operation_id: running}}))
 
+    async def begun(self, operation_id: str, known: Known, wish: Wanted) -> None:
+        """Note what an operation that begins is to leave. Unlike an end, nothing of it counts if it is not written."""
+        await self._change(lambda old: old.noting(operation_id, known, wish))
+
     async def ended(self, operation_id: str, known: Known, *wishes: Wanted) -> None:
         """Note that an operation has ended, what its id stands for, and what is wanted from now on."""
 
         def change(content: RecordContent) -> RecordContent:
-            left = {key: value for key, value in content.running.items() if key != operation_id}
-            content = content.model_copy(update={"running": left})
-            if known.digest:
-                content = content.knowing(operation_id, known)
-            for wish in wishes:
-                content = content.wishing(wish)
-            return content
+            return content.noting(operation_id, known, *wishes)
 
         try:
             await self._change(change)
