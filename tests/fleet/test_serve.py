@@ -380,6 +380,22 @@ def test_ids_and_keys_are_their_requests_also_after_a_restart(sites: Sites) -> N
     assert states(sites) == ["resident"] * 3
 
 
+def test_a_repeat_for_some_tags_after_a_restart_is_about_these(sites: Sites) -> None:
+    """It was answered as done although they had been resumed, and as undone although only others were."""
+    members, record = [sites["a"].member], MemoryRecord()
+    release, resume = ({"operation_id": verb, "tags": ["weights"]} for verb in ("release", "resume"))
+    with served(members, record=record) as http:
+        assert http.post("/release_memory_occupation", json=release).is_success
+        assert http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}).is_success
+        assert http.post("/resume_memory_occupation", json=resume).is_success
+    with served(members, record=record) as http:
+        changed = http.post("/release_memory_occupation", json=release)
+        assert (changed.status_code, changed.json()["error"]["type"]) == (409, "changed")
+        again = http.post("/resume_memory_occupation", json=resume)
+        assert (again.status_code, again.json()["resumed_bytes"]) == (200, 0)
+    assert sites["a"].engine.resident() == {"weights"}
+
+
 def test_a_key_that_is_not_kept_any_more_is_new(
     fleet: httpx.Client, sites: Sites, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,6 @@ from typing_extensions import Unpack
 from memsaver_core.contract.errors import ServerEndsError
 from memsaver_core.contract.requests import (
     DEFAULT_LEASE_S,
-    STATES,
     AskedOfFleet,
     DrainMode,
     FleetMode,
@@ -341,11 +340,13 @@ class AsyncFleet:
         known = (await self._keeper.load()).known(operation.id)
         if known is not None and known.outcome != "failed":
             for part in parts:
-                part.found_done(STATES[request.operation], cancelled=known.outcome == "cancelled")
+                part.after = part.before
             if known.outcome == "cancelled":
                 operation.given_up.set()
                 return self._finish(operation, "it was cancelled")
             operation.how = "each"
+            for part in parts:
+                part.check(request, "asking")
             return self._finish(operation)
         execution = self._execution(operation)
         if request.fleet_mode == "best_effort":

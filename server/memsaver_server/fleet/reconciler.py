@@ -11,7 +11,7 @@ from memsaver_core.contract.requests import Selector
 from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import Member, MembershipError
 from memsaver_server.fleet.operation import FleetOperation
-from memsaver_server.fleet.parts import Part
+from memsaver_server.fleet.parts import Part, unlike
 from memsaver_server.fleet.record import VERBS, Keeper, RecordError, Wanted, wishes_for
 from memsaver_server.fleet.results import EngineResult, FleetResult
 from memsaver_server.fleet.roster import Roster
@@ -147,11 +147,9 @@ def _steps(part: Part, wanted: tuple[Wanted, ...]) -> list[tuple[Wanted, tuple[s
     if part.before is None or part.before.operation_id is not None:  # it is busy with what somebody asked for
         return []
     wishes = wishes_for(part.member, wanted)
-    asleep = part.before.hibernated  # then nothing of it is on the device
     steps: dict[int, list[str]] = {}
     for tag in part.before.tags:
         wish = wishes.get(tag.tag, wishes.get(None))
-        off_device, on_device = (tag.released_bytes or asleep), (tag.resident_bytes and not asleep)
-        if wish is not None and (on_device if wish.state == "released" else off_device):
+        if wish is not None and unlike(part.before, wish.state, (tag.tag,)):
             steps.setdefault(wanted.index(wish), []).append(tag.tag)
     return [(wanted[at], tuple(tags)) for at, tags in steps.items()]
