@@ -102,9 +102,12 @@ def test_the_undo_is_carried_on(coordinate: Callable[..., Fleet], sites: Sites, 
     child = coordinator(sites, tmp_path, "release", 30)
     kill_at(sites, child, "b" if request_ == "/abort" else "c", request_, "reset")
     assert child.process.wait(600) == -9
-    (result,) = coordinate(record=FileRecord(tmp_path / "record.json")).recover()
+    record = FileRecord(tmp_path / "record.json")
+    (result,) = coordinate(record=record).recover()
     assert not result.success
     assert all(site.is_serving for site in sites.values())
+    assert coordinate(record=record).release(operation_id=result.operation_id).success  # it was kept as succeeded
+    assert all(site.is_released for site in sites.values())
 
 
 @pytest.mark.parametrize("moment", ["the last is prepared", "one has committed"])

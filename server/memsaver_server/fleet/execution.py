@@ -287,7 +287,8 @@ class Execution:
         await self._keeper.running(self._id, running)
 
     async def _end(self, *wishes: Wanted) -> None:
-        outcome: Outcome = "succeeded" if not _failed(self._parts) and self._operation.how != "aborted" else "failed"
+        is_done = self._operation.how in ("done", "each") and not _failed(self._parts)
+        outcome: Outcome = "succeeded" if is_done else "failed"
         if self._operation.how == "aborted" and self._operation.given_up.is_set():
             outcome = "cancelled"
         try:
