@@ -298,6 +298,22 @@ def test_one_that_fails_leaves_all_as_before_and_is_named(fleet: httpx.Client, s
     assert rows[2]["error"]
 
 
+@pytest.mark.parametrize("mode", ["all", "best_effort"])
+def test_one_that_was_moved_by_others_meanwhile_is_named(fleet: httpx.Client, sites: Sites, mode: str) -> None:
+    """It was counted among the engines that were released, and held all its memory."""
+    sites["b"].engine.memory.hold("release")
+    with ThreadPoolExecutor(1) as pool:
+        releasing = pool.submit(fleet.post, "/release_memory_occupation", json={"fleet_mode": mode})
+        wait_until(lambda: sites["a"].is_released)
+        sites["a"].http.post("/resume_memory_occupation").raise_for_status()
+        sites["b"].engine.memory.heal()
+        answer = releasing.result()
+    assert (answer.status_code, answer.json()["error"]["type"]) == (409, "changed")
+    assert answer.json()["message"].startswith("released on 2 of 3 engines; a failed while committing: ")
+    assert [engine["state"] for engine in answer.json()["engines"]] == ["resident", "released", "released"]
+    wait_until(lambda: sites["a"].is_released)  # the wish stands
+
+
 def test_selected_engines(fleet: httpx.Client, sites: Sites) -> None:
     fleet.post("/release_memory_occupation", json=SELECTED).raise_for_status()
     assert states(sites) == ["released", "released", "resident"]

@@ -76,6 +76,7 @@ class Execution:
                     await part.perform(self._request.operation, self._request.sent(), "committing", key=self._key)
 
         await asyncio.gather(*map(in_turn, groups))
+        await self._confirm()
         await self._end()
 
     async def together(self) -> None:
@@ -122,6 +123,7 @@ class Execution:
             await self.undo()
         else:
             self._operation.how = "done"
+            await self._confirm()
             await self._end(self._wish)
 
     async def undo(self) -> None:
@@ -264,6 +266,15 @@ class Execution:
                 if policy and (keeps_all(policy) or tag.content == "lost"):
                     restore[tag.tag] = policy
         return {"wait": True, "timeout_s": self._timeout_s, **options, "restore": restore}
+
+    async def _confirm(self) -> None:
+        """Check that engines which are done are so still: somebody else may have moved them while others were slow."""
+
+        async def look(part: Part) -> None:
+            with suppress(EngineFailure):
+                part.check(await part.connection.occupation(), self._request, "committing")
+
+        await asyncio.gather(*(look(part) for part in self._parts if part.stage == "done"))
 
     async def _look(self) -> None:
         await asyncio.gather(*(part.look() for part in self._parts))

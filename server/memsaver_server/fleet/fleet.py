@@ -346,7 +346,7 @@ class AsyncFleet:
                 return self._finish(operation, "it was cancelled")
             operation.how = "each"
             for part in parts:
-                part.check(request, "asking")
+                part.check(part.before, request, "asking")
             return self._finish(operation)
         execution = self._execution(operation)
         if request.fleet_mode == "best_effort":

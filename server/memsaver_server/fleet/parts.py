@@ -91,10 +91,10 @@ class Part:
             await self.look()
         self.ended()
 
-    def check(self, asked: AskedOfFleet, phase: str) -> None:
-        """Fail if, as it was seen last, it is not any more as ``asked``."""
-        now = self.after
+    def check(self, now: OccupationAnswer | None, asked: AskedOfFleet, phase: str) -> None:
+        """Fail in this phase if what it holds ``now`` is not as ``asked`` any more."""
         if now is not None and (now.state == "failed" or unlike(now, STATES[asked.operation], asked.tags)):
+            self.after = now
             self.fail(phase, EngineFailure("changed", "the operation had ended, and was undone since by somebody else"))
 
     def ended(self) -> None:
