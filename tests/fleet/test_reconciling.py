@@ -17,6 +17,7 @@ import pytest
 from memsaver_core import MemsaverError
 from memsaver_core.contract.errors import ServerEndsError
 from memsaver_core.contract.requests import FleetRelease, Tagged
+from memsaver_server import clock
 from memsaver_server.fleet import (
     AsyncFleet,
     FileRecord,
@@ -369,6 +370,38 @@ def test_another_coordinator_is_named(sites: Sites, coordinate: Callable[..., Fl
         assert f". {result.coordinator} holds this memory" in result.message
 
 
+def test_two_coordinators_name_each_other_and_do_not_fight(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
+    """Each undid the other's operation every few seconds, and neither answer nor log named the other."""
+    members, one, two = [sites["a"].member], "memsaver-coordinator one", "memsaver-coordinator two"
+    with (
+        caplog.at_level(logging.WARNING, "memsaver"),
+        served(members, name="one") as first,
+        served(members, name="two") as second,
+    ):
+        for name in (one, two):
+            wait_until(lambda name=name: any(f"a is held by {name}, too" in message for message in caplog.messages))
+        assert first.post("/release_memory_occupation").json()["coordinator"] == two
+        resumed = second.post("/resume_memory_occupation").json()
+        assert (resumed["coordinator"], f"{one} holds this memory" in resumed["message"]) == (one, True)
+        later = clock.monotonic() + 12  # two rounds of the reconcilers
+        wait_until(lambda: clock.monotonic() > later)
+        assert sites["a"].is_serving
+        operations = [each for http in (first, second) for each in http.get("/operations").json()["operations"]]
+        assert [each["origin"] for each in operations] == ["caller", "caller"]
+
+
+def test_a_coordinator_takes_over_from_one_that_is_gone(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
+    record, members = MemoryRecord(), [sites["a"].member]
+    with served(members, name="gone", record=record) as http:
+        assert http.post("/release_memory_occupation").is_success
+        wait_until(lambda: sites["a"].http.get("/memory_occupation").json()["coordinator"])
+    with caplog.at_level(logging.WARNING, "memsaver"), served(members, name="next", record=record) as http:
+        sites["a"].http.post("/resume_memory_occupation").raise_for_status()
+        wait_until(lambda: sites["a"].is_released)
+        assert "coordinator" not in http.post("/release_memory_occupation").json()
+    assert not any("held by" in message for message in caplog.messages)
+
+
 def test_attempts_that_fail_are_one_operation(sites: Sites) -> None:
     with served([site.member for site in sites.values()]) as http:
         http.post("/release_memory_occupation").raise_for_status()
@@ -443,7 +476,7 @@ def test_nothing_of_a_hibernated_engine_is_on_the_device(
     memory.resume(Tagged(tags=("weights",)))
     monkeypatch.setattr(memory, "status", lambda: status().model_copy(update={"hibernated": True}))
     assert fleet.reconcile() == []
-    assert fleet.resume().success
+    assert [(each.name, each.kind) for each in fleet.resume().failed] == [("b", "changed")]  # as it is asleep still
     assert [each.name for each in fleet.reconcile()] == ["b"]  # which is to be resident
 
 

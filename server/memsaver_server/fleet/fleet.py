@@ -101,7 +101,7 @@ class AsyncFleet:
         self._left: dict[str, Running] | None = None  # what another coordinator had begun, once that is known
         self._recoveries: dict[str, FleetOperation] = {}  # those of it that are being brought to an end
         self._reconciler = Reconciler(
-            self.roster, self._keeper, self._locks, self._hub, self._coordinator.name, self._reconciled
+            self.roster, self._keeper, self._locks, self._hub, self._coordinator, self._reconciled
         )
         #: Entered while an operation may move memory, and left after it.
         self.around: Callable[[FleetOperation], AbstractAsyncContextManager[None]] = lambda _: nullcontext()

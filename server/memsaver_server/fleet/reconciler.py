@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from memsaver_core.contract.requests import Selector
+from memsaver_server.fleet.connection import Coordinator
 from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import Member, MembershipError
 from memsaver_server.fleet.operation import FleetOperation
@@ -32,11 +33,11 @@ class Reconciler:
         keeper: Keeper,
         locks: Locks,
         hub: Hub,
-        name: str,
+        coordinator: Coordinator,
         perform: Callable[[FleetOperation, Mapping[str, Any]], Awaitable[FleetResult]],
     ) -> None:
-        """``name`` is the coordinator's; ``perform`` carries an operation on one engine out, with this body."""
-        self._name = name
+        """``perform`` carries an operation on one engine out, with this body."""
+        self._coordinator = coordinator
         self._perform = perform
         self._roster = roster
         self._keeper = keeper
@@ -46,6 +47,7 @@ class Reconciler:
         self._failed: dict[str, FleetOperation] = {}  # what has failed last, by engine
         self._late: set[asyncio.Future[object]] = set()  # rounds that wait for engines that are silent
         self._busy: set[str] = set()  # engines that are asked, or brought to what is wanted
+        self._rivals: set[str] = set()  # other coordinators that hold engines of ours
 
     async def keep(self, once: Callable[[], Awaitable[object]], interval_s: float) -> None:
         """Call ``once`` for ever: at each interval, and when the members change. Errors are logged and end nothing."""
@@ -105,7 +107,7 @@ class Reconciler:
             self._report(part)
             if part.failure is not None:
                 return [part.result(undone=False)]
-            if not _steps(part, wanted):
+            if self._has_rival(part) or not _steps(part, wanted):
                 return []
             async with self._locks.held(part.locks):  # an operation may have moved it, or changed what is wanted
                 part, wanted = await self._roster.asked(member), (await self._keeper.load()).wanted
@@ -121,7 +123,7 @@ class Reconciler:
         # What fails is tried at each interval: all attempts are one operation.
         failed = self._failed.pop(name, None)
         operation_id = failed.id if failed is not None and failed.request.operation == verb else ""
-        operation = FleetOperation.of(asked, operation_id, self._name, "reconciler", cause)
+        operation = FleetOperation.of(asked, operation_id, self._coordinator.name, "reconciler", cause)
         operation.parts = [Part(part.member, part.connection)]
         (result,) = (await self._perform(operation, {"tags": list(tags), **wish.options})).engines
         self._report(operation.parts[0])
@@ -131,6 +133,21 @@ class Reconciler:
             self._failed[name] = operation
         self._hub.publish("reconciled", name, **result.model_dump(mode="json"))
         return result
+
+    def _has_rival(self, part: Part) -> bool:
+        """Return whether another coordinator, too, brings an engine to what it wants; log it once."""
+        other = part.before.coordinator if part.before is not None and self._coordinator.holds else ""
+        if other in ("", self._coordinator.name):
+            return False
+        if other not in self._rivals:
+            self._rivals.add(other)
+            logger.warning(
+                "engine %s is held by %s, too: while there are two coordinators, none brings it to what is wanted, and "
+                "the last operation counts; end one of them",
+                part.member.name,
+                other,
+            )
+        return True
 
     def _report(self, part: Part) -> None:
         """Log when an engine fails, and when it is back; once each."""
