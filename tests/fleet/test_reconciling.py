@@ -15,7 +15,7 @@ from typing import NoReturn
 import pytest
 
 from memsaver_core import MemsaverError
-from memsaver_core.contract.errors import ServerEndsError
+from memsaver_core.contract.errors import IdempotencyKeyError, ServerEndsError
 from memsaver_core.contract.requests import FleetRelease, Tagged
 from memsaver_server import clock
 from memsaver_server.fleet import (
@@ -436,6 +436,23 @@ def test_a_record_is_private(coordinate: Callable[..., Fleet], sites: Sites, tmp
     path.with_name("record.json.new").touch(0o644)  # which a crash left
     coordinate(record=FileRecord(path)).release()
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_record_that_was_removed_is_written_again(
+    coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All that was wanted, and what ids stand for, was forgotten in silence."""
+    path = tmp_path / "record.json"
+    fleet = coordinate(record=FileRecord(path))
+    assert fleet.release(operation_id="one").success
+    path.unlink()
+    sites["b"].http.post("/resume_memory_occupation").raise_for_status()
+    with caplog.at_level(logging.WARNING, "memsaver"):
+        assert [each.name for each in fleet.reconcile()] == ["b"]
+        wait_until(lambda: any(f"the record {path} was removed" in message for message in caplog.messages))
+    assert sites["b"].is_released
+    with pytest.raises(IdempotencyKeyError):
+        coordinate(record=FileRecord(path)).resume(operation_id="one")
 
 
 def test_another_verb_is_another_operation(sites: Sites, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ What the engines are is asked of the engines. The record says what they should b
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,8 @@ from memsaver_core.contract.model import Model
 from memsaver_core.contract.requests import ASKED_OF_FLEET, STATES, AskedOfFleet, Described, Selector, Verb
 from memsaver_server.operation.history import KEPT_S, MAX_KEPT
 from memsaver_server.wrong_fields import wrong_fields
+
+logger = logging.getLogger("memsaver")
 
 Outcome = Literal["begun", "succeeded", "failed", "cancelled"]
 #: The operation that leaves each state.
@@ -195,12 +198,18 @@ class FileRecord:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
+        self._last: RecordContent | None = None  # as this process has read or written it
 
     async def load(self) -> RecordContent:
         try:
-            return RecordContent.model_validate_json(await asyncio.to_thread(self._path.read_bytes))
+            self._last = RecordContent.model_validate_json(await asyncio.to_thread(self._path.read_bytes))
+            return self._last
         except FileNotFoundError:
-            return RecordContent()
+            if self._last is None:
+                return RecordContent()
+            logger.warning("the record %s was removed, and is written again; end the coordinator first", self._path)
+            await self.save(self._last)
+            return self._last
         except OSError as error:
             raise RecordError(f"the record {self._path} cannot be read: {error}") from None
         except ValidationError as error:
@@ -213,6 +222,7 @@ class FileRecord:
             await asyncio.to_thread(self._replace, text)
         except OSError as error:
             raise RecordError(f"the record {self._path} cannot be written: {error}") from None
+        self._last = content
 
     def _replace(self, text: bytes) -> None:
         new = self._path.with_name(self._path.name + ".new")
