@@ -338,7 +338,7 @@ class AsyncFleet:
     async def _execute(self, operation: FleetOperation) -> FleetResult:
         request, parts = operation.asked, operation.parts
         known = (await self._keeper.load()).known(operation.id)
-        if known is not None and known.outcome != "failed":
+        if known is not None and known.outcome in ("succeeded", "cancelled"):
             for part in parts:
                 part.after = part.before
             if known.outcome == "cancelled":

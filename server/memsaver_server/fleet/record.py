@@ -75,7 +75,7 @@ class Known(Model):
 
     Attributes:
         digest: of its request; empty if nobody can name it: it is the coordinator's own.
-        outcome: ``begun`` of one in mode ``best_effort`` whose coordinator ended before it did.
+        outcome: ``begun`` of one in mode ``best_effort`` whose coordinator ended first: a repeat carries it out.
         at: seconds since the epoch.
     """
 
