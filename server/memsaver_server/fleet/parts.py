@@ -95,7 +95,7 @@ class Part:
         """Fail in this phase if what it holds ``now`` is not as ``asked`` any more."""
         if now is not None and (now.state == "failed" or unlike(now, STATES[asked.operation], asked.tags)):
             self.after = now
-            self.fail(phase, EngineFailure("changed", "the operation had ended, and was undone since by somebody else"))
+            self.fail(phase, EngineFailure("changed", "the operation had ended, and was undone since"))
 
     def ended(self) -> None:
         self.seconds = clock.monotonic() - self._began

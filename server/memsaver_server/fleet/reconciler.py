@@ -104,11 +104,9 @@ class Reconciler:
         self._busy.add(member.name)
         try:
             part = await self._roster.asked(member)
-            self._report(part)
-            if part.failure is not None:
-                return [part.result(undone=False)]
-            if self._has_rival(part) or not _steps(part, wanted):
-                return []
+            if part.failure is not None or self._has_rival(part) or not _steps(part, wanted):
+                self._report(part)  # else a step does, which may fail again
+                return [part.result(undone=False)] if part.failure is not None else []
             async with self._locks.held(part.locks):  # an operation may have moved it, or changed what is wanted
                 part, wanted = await self._roster.asked(member), (await self._keeper.load()).wanted
                 return [await self._step(part, wish, tags) for wish, tags in _steps(part, wanted)]
