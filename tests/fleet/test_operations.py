@@ -130,7 +130,7 @@ def test_selectors(fleet: Fleet, sites: Sites) -> None:
     gpus = fleet.status().engines[0].gpus
     assert len(fleet.status(Selector(gpus=gpus)).engines) == 3
     assert not fleet.status(Selector(hosts=("elsewhere",))).engines
-    with pytest.raises(FleetError, match='no engine of the fleet matches {"labels":{"role":"none"}}$'):
+    with pytest.raises(FleetError, match=r'no engine of the fleet matches {"labels":{"role":"none"}}$'):
         fleet.release(Selector(labels={"role": "none"}))
     assert fleet.release(Selector(models=("model of b",))).success
     assert [site.is_serving for site in sites.values()] == [True, False, True]
