@@ -97,7 +97,9 @@ def test_an_engine_that_comes_back_resident_is_released(fleet: Fleet, sites: Sit
     assert sites["b"].is_released
 
 
-def test_weights_that_a_caller_excluded_are_not_served(fleet: Fleet, sites: Sites) -> None:
+def test_weights_that_a_caller_excluded_are_not_served(
+    fleet: Fleet, sites: Sites, caplog: pytest.LogCaptureFixture
+) -> None:
     """An engine that had missed an update was refused, and resumed by the reconciler seconds later."""
     for name, version in (("a", "v2"), ("b", "v2"), ("c", "v1")):
         with sites[name].attachment.lifecycle.writing(version=version):
@@ -108,8 +110,11 @@ def test_weights_that_a_caller_excluded_are_not_served(fleet: Fleet, sites: Site
     sites["b"].http.post("/release_memory_occupation").raise_for_status()
     assert [(each.name, each.kind) for each in fleet.reconcile()] == [("b", ""), ("c", "wrong_weights_version")]
     assert [site.is_serving for site in sites.values()] == [True, True, False]
+    assert [each.name for each in fleet.reconcile()] == ["c"]
     sites["c"].http.post("/resume_memory_occupation").raise_for_status()  # to be updated
     assert not fleet.reconcile()
+    wait_until(lambda: "engine c answers again" in caplog.messages)
+    assert sum(message.startswith("engine c: the resume demands") for message in caplog.messages) == 1
 
 
 def test_the_last_wish_for_an_engine_and_a_tag_counts(fleet: Fleet, sites: Sites) -> None:
