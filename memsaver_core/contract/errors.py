@@ -268,7 +268,14 @@ class FleetUnknownError(MemsaverError, kind="fleet_unknown", status=503, retry_a
 
 
 #: The statuses of failures of one engine that its coordinator finds; it names them by kind alone.
-_OF_ENGINES = {"cannot_prepare": 409, "is_coordinator": 409, "unreachable": 502, "silent": 502, "hung": 504}
+_OF_ENGINES = {
+    "cannot_prepare": 409,
+    "is_coordinator": 409,
+    "changed": 409,
+    "unreachable": 502,
+    "silent": 502,
+    "hung": 504,
+}
 
 
 def status_of(kind: str) -> int:

@@ -115,7 +115,7 @@ class ResizedAnswer(ResizedReport, OperationAnswer):
 
 def held_by(coordinator: str) -> str:
     """Return the end of a message that says who else moves this memory."""
-    return f". {coordinator} holds this memory, and brings it to what it wants within seconds: ask that instead"
+    return f". {coordinator} holds this memory, and may bring it to what it wants within seconds: ask that instead"
 
 
 class Room(Model):

@@ -199,7 +199,7 @@ class Resume(_OnTags):
     wait_for_memory_s: Annotated[Seconds, Acts("service", lasting=True)] = Field(
         default=0.0, description="How long to wait until other processes free device memory."
     )
-    weights_version: Annotated[WeightsVersion | None, Acts("service")] = Field(
+    weights_version: Annotated[WeightsVersion | None, Acts("service", lasting=True)] = Field(
         default=None, description="Fail unless the last update of the weights named this version."
     )
 

@@ -25,11 +25,12 @@ def served(
     key: str | None = None,
     silence_s: float = 10.0,
     record: Record | None = None,
+    name: str = "",
     **settings: Any,
 ) -> Iterator[httpx.Client]:
     """Serve a fleet of ``members``; yields a client of it. ``key`` is the one of the engines."""
     membership = members if isinstance(members, StaticMembership) else StaticMembership(members)
-    fleet = AsyncFleet(membership, record=record, api_key=key, silence_s=silence_s)
+    fleet = AsyncFleet(membership, record=record, api_key=key, silence_s=silence_s, name=name)
     ours = Settings(**settings)
     app = partial(create_fleet_app, fleet, ours, turns=TurnOptions(models), engine_key=key)
     headers = {"Authorization": f"Bearer {ours.api_key.get_secret_value()}"} if ours.api_key else {}

@@ -15,7 +15,7 @@ import pytest
 
 from memsaver_core import MemsaverError
 from memsaver_core.contract.errors import IdempotencyKeyError
-from memsaver_server.fleet import FileRecord, Fleet, RecordContent, Selector
+from memsaver_server.fleet import FileRecord, Fleet, FleetResult, RecordContent, Selector
 from memsaver_server.fleet.record import Known, MemoryRecord
 from memsaver_server.operation.history import KEPT_S, MAX_KEPT
 from tests.programs import Child
@@ -102,9 +102,12 @@ def test_the_undo_is_carried_on(coordinate: Callable[..., Fleet], sites: Sites, 
     child = coordinator(sites, tmp_path, "release", 30)
     kill_at(sites, child, "b" if request_ == "/abort" else "c", request_, "reset")
     assert child.process.wait(600) == -9
-    (result,) = coordinate(record=FileRecord(tmp_path / "record.json")).recover()
+    record = FileRecord(tmp_path / "record.json")
+    (result,) = coordinate(record=record).recover()
     assert not result.success
     assert all(site.is_serving for site in sites.values())
+    assert coordinate(record=record).release(operation_id=result.operation_id).success  # it was kept as succeeded
+    assert all(site.is_released for site in sites.values())
 
 
 @pytest.mark.parametrize("moment", ["the last is prepared", "one has committed"])
@@ -187,6 +190,28 @@ def test_a_repeat_after_a_restart_acts_once(coordinate: Callable[..., Fleet], si
         coordinate(record=record).release(operation_id=mode, mode=mode)
         assert sites["b"].is_serving
         assert coordinate(record=record).resume().success
+
+
+def test_a_repeat_joins_what_engines_do_for_a_dead_coordinator(coordinate: Callable[..., Fleet], sites: Sites) -> None:
+    """In mode best_effort it was answered as undone since, while it ran."""
+    record, b = MemoryRecord(), sites["b"]
+
+    def release() -> FleetResult:
+        fleet = coordinate(record=record, silence_s=3600)
+        return fleet.release(operation_id="one", mode="best_effort", timeout_s=3600)
+
+    def calls() -> int:
+        return sum("/release_memory_occupation" in text for text in b.wire.seen)
+
+    with ThreadPoolExecutor(2) as pool:
+        with b.engine.request():
+            first = pool.submit(release)
+            wait_until(lambda: calls() == 1)
+            second = pool.submit(release)
+            wait_until(lambda: second.done() or calls() == 2)
+        assert second.result().success, second.result().message
+        assert first.result().success
+    assert all(site.is_released for site in sites.values())
 
 
 def test_an_undo_that_another_coordinator_had_begun_is_followed(coordinate: Callable[..., Fleet], sites: Sites) -> None:

@@ -8,13 +8,23 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
 from memsaver_core import MemsaverError
 from memsaver_server import clock
-from memsaver_server.fleet import AsyncFleet, Fleet, FleetResult, MemoryRecord, Selector, StaticMembership
+from memsaver_server.fleet import (
+    AsyncFleet,
+    FileRecord,
+    Fleet,
+    FleetResult,
+    MemoryRecord,
+    RecordError,
+    Selector,
+    StaticMembership,
+)
 from tests.waiting import wait_until
 
 from .conftest import Site, Sites
@@ -185,8 +195,6 @@ def test_a_coordinator_that_did_not_run_takes_no_engine_for_silent(sites: Sites)
 def test_a_record_that_cannot_be_written_moves_nothing(coordinate: Callable[..., Fleet], sites: Sites) -> None:
     class Full(MemoryRecord):
         async def save(self, content):  # type: ignore[no-untyped-def]
-            from memsaver_server.fleet import RecordError
-
             if any(running.stage == "committing" for running in content.running.values()):
                 raise RecordError("the disk is full")
             await super().save(content)
@@ -195,6 +203,23 @@ def test_a_record_that_cannot_be_written_moves_nothing(coordinate: Callable[...,
     with pytest.raises(Exception, match="the disk is full"):
         fleet.release()
     assert all(site.is_serving for site in sites.values())
+
+
+def test_what_was_answered_as_not_done_is_not_done_later(
+    coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path
+) -> None:
+    """It was answered "the record cannot be written", and carried out by the reconciler seconds later."""
+    obstacle = tmp_path / "record.json.new"
+    obstacle.mkdir()
+    fleet = coordinate(record=FileRecord(tmp_path / "record.json"))
+    with pytest.raises(RecordError, match="cannot be written"):
+        fleet.release(operation_id="one", mode="best_effort")
+    assert not fleet.reconcile()
+    assert not fleet.status().wanted
+    assert all(site.is_serving for site in sites.values())
+    obstacle.rmdir()
+    assert not fleet.reconcile()
+    assert fleet.release(Selector(names=("a",)), operation_id="one").success  # the id stands for nothing yet
 
 
 def test_what_an_engine_kept_is_kept_by_an_undo(fleet: Fleet, sites: Sites) -> None:

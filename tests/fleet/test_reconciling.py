@@ -15,8 +15,9 @@ from typing import NoReturn
 import pytest
 
 from memsaver_core import MemsaverError
-from memsaver_core.contract.errors import ServerEndsError
+from memsaver_core.contract.errors import IdempotencyKeyError, ServerEndsError
 from memsaver_core.contract.requests import FleetRelease, Tagged
+from memsaver_server import clock
 from memsaver_server.fleet import (
     AsyncFleet,
     FileRecord,
@@ -94,6 +95,26 @@ def test_an_engine_that_comes_back_resident_is_released(fleet: Fleet, sites: Sit
     sites["b"].http.post("/resume_memory_occupation").raise_for_status()  # as a new process is
     assert [engine.name for engine in fleet.reconcile()] == ["b"]
     assert sites["b"].is_released
+
+
+def test_weights_that_a_caller_excluded_are_not_served(
+    fleet: Fleet, sites: Sites, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine that had missed an update was refused, and resumed by the reconciler seconds later."""
+    for name, version in (("a", "v2"), ("b", "v2"), ("c", "v1")):
+        with sites[name].attachment.lifecycle.writing(version=version):
+            pass
+    assert fleet.release().success
+    resumed = fleet.resume(mode="best_effort", weights_version="v2")
+    assert [(engine.name, engine.kind) for engine in resumed.failed] == [("c", "wrong_weights_version")]
+    sites["b"].http.post("/release_memory_occupation").raise_for_status()
+    assert [(each.name, each.kind) for each in fleet.reconcile()] == [("b", ""), ("c", "wrong_weights_version")]
+    assert [site.is_serving for site in sites.values()] == [True, True, False]
+    assert [each.name for each in fleet.reconcile()] == ["c"]
+    sites["c"].http.post("/resume_memory_occupation").raise_for_status()  # to be updated
+    assert not fleet.reconcile()
+    wait_until(lambda: "engine c answers again" in caplog.messages)
+    assert sum(message.startswith("engine c: the resume demands") for message in caplog.messages) == 1
 
 
 def test_the_last_wish_for_an_engine_and_a_tag_counts(fleet: Fleet, sites: Sites) -> None:
@@ -354,6 +375,38 @@ def test_another_coordinator_is_named(sites: Sites, coordinate: Callable[..., Fl
         assert f". {result.coordinator} holds this memory" in result.message
 
 
+def test_two_coordinators_name_each_other_and_do_not_fight(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
+    """Each undid the other's operation every few seconds, and neither answer nor log named the other."""
+    members, one, two = [sites["a"].member], "memsaver-coordinator one", "memsaver-coordinator two"
+    with (
+        caplog.at_level(logging.WARNING, "memsaver"),
+        served(members, name="one") as first,
+        served(members, name="two") as second,
+    ):
+        for name in (one, two):
+            wait_until(lambda name=name: any(f"a is held by {name}, too" in message for message in caplog.messages))
+        assert first.post("/release_memory_occupation").json()["coordinator"] == two
+        resumed = second.post("/resume_memory_occupation").json()
+        assert (resumed["coordinator"], f"{one} holds this memory" in resumed["message"]) == (one, True)
+        later = clock.monotonic() + 12  # two rounds of the reconcilers
+        wait_until(lambda: clock.monotonic() > later)
+        assert sites["a"].is_serving
+        operations = [each for http in (first, second) for each in http.get("/operations").json()["operations"]]
+        assert [each["origin"] for each in operations] == ["caller", "caller"]
+
+
+def test_a_coordinator_takes_over_from_one_that_is_gone(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
+    record, members = MemoryRecord(), [sites["a"].member]
+    with served(members, name="gone", record=record) as http:
+        assert http.post("/release_memory_occupation").is_success
+        wait_until(lambda: sites["a"].http.get("/memory_occupation").json()["coordinator"])
+    with caplog.at_level(logging.WARNING, "memsaver"), served(members, name="next", record=record) as http:
+        sites["a"].http.post("/resume_memory_occupation").raise_for_status()
+        wait_until(lambda: sites["a"].is_released)
+        assert "coordinator" not in http.post("/release_memory_occupation").json()
+    assert not any("held by" in message for message in caplog.messages)
+
+
 def test_attempts_that_fail_are_one_operation(sites: Sites) -> None:
     with served([site.member for site in sites.values()]) as http:
         http.post("/release_memory_occupation").raise_for_status()
@@ -388,6 +441,23 @@ def test_a_record_is_private(coordinate: Callable[..., Fleet], sites: Sites, tmp
     path.with_name("record.json.new").touch(0o644)  # which a crash left
     coordinate(record=FileRecord(path)).release()
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_record_that_was_removed_is_written_again(
+    coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All that was wanted, and what ids stand for, was forgotten in silence."""
+    path = tmp_path / "record.json"
+    fleet = coordinate(record=FileRecord(path))
+    assert fleet.release(operation_id="one").success
+    path.unlink()
+    sites["b"].http.post("/resume_memory_occupation").raise_for_status()
+    with caplog.at_level(logging.WARNING, "memsaver"):
+        assert [each.name for each in fleet.reconcile()] == ["b"]
+        wait_until(lambda: any(f"the record {path} was removed" in message for message in caplog.messages))
+    assert sites["b"].is_released
+    with pytest.raises(IdempotencyKeyError):
+        coordinate(record=FileRecord(path)).resume(operation_id="one")
 
 
 def test_another_verb_is_another_operation(sites: Sites, tmp_path: Path) -> None:
@@ -428,7 +498,7 @@ def test_nothing_of_a_hibernated_engine_is_on_the_device(
     memory.resume(Tagged(tags=("weights",)))
     monkeypatch.setattr(memory, "status", lambda: status().model_copy(update={"hibernated": True}))
     assert fleet.reconcile() == []
-    assert fleet.resume().success
+    assert [(each.name, each.kind) for each in fleet.resume().failed] == [("b", "changed")]  # as it is asleep still
     assert [each.name for each in fleet.reconcile()] == ["b"]  # which is to be resident
 
 

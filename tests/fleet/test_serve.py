@@ -298,6 +298,22 @@ def test_one_that_fails_leaves_all_as_before_and_is_named(fleet: httpx.Client, s
     assert rows[2]["error"]
 
 
+@pytest.mark.parametrize("mode", ["all", "best_effort"])
+def test_one_that_was_moved_by_others_meanwhile_is_named(fleet: httpx.Client, sites: Sites, mode: str) -> None:
+    """It was counted among the engines that were released, and held all its memory."""
+    sites["b"].engine.memory.hold("release")
+    with ThreadPoolExecutor(1) as pool:
+        releasing = pool.submit(fleet.post, "/release_memory_occupation", json={"fleet_mode": mode})
+        wait_until(lambda: sites["a"].is_released)
+        sites["a"].http.post("/resume_memory_occupation").raise_for_status()
+        sites["b"].engine.memory.heal()
+        answer = releasing.result()
+    assert (answer.status_code, answer.json()["error"]["type"]) == (409, "changed")
+    assert answer.json()["message"].startswith("released on 2 of 3 engines; a failed while committing: ")
+    assert [engine["state"] for engine in answer.json()["engines"]] == ["resident", "released", "released"]
+    wait_until(lambda: sites["a"].is_released)  # the wish stands
+
+
 def test_selected_engines(fleet: httpx.Client, sites: Sites) -> None:
     fleet.post("/release_memory_occupation", json=SELECTED).raise_for_status()
     assert states(sites) == ["released", "released", "resident"]
@@ -378,6 +394,22 @@ def test_ids_and_keys_are_their_requests_also_after_a_restart(sites: Sites) -> N
             assert " belongs to release " in refused.json()["message"]
         assert not http.get("/operations").json()["operations"]
     assert states(sites) == ["resident"] * 3
+
+
+def test_a_repeat_for_some_tags_after_a_restart_is_about_these(sites: Sites) -> None:
+    """It was answered as done although they had been resumed, and as undone although only others were."""
+    members, record = [sites["a"].member], MemoryRecord()
+    release, resume = ({"operation_id": verb, "tags": ["weights"]} for verb in ("release", "resume"))
+    with served(members, record=record) as http:
+        assert http.post("/release_memory_occupation", json=release).is_success
+        assert http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}).is_success
+        assert http.post("/resume_memory_occupation", json=resume).is_success
+    with served(members, record=record) as http:
+        changed = http.post("/release_memory_occupation", json=release)
+        assert (changed.status_code, changed.json()["error"]["type"]) == (409, "changed")
+        again = http.post("/resume_memory_occupation", json=resume)
+        assert (again.status_code, again.json()["resumed_bytes"]) == (200, 0)
+    assert sites["a"].engine.resident() == {"weights"}
 
 
 def test_a_key_that_is_not_kept_any_more_is_new(

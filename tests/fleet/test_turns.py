@@ -356,6 +356,15 @@ def test_what_a_caller_released_stays_so_until_it_is_resumed(engines: tuple[Engi
         assert tokens(http, "beta")
 
 
+def test_a_request_wakes_no_weights_that_a_caller_excluded(engines: tuple[Engine, Engine]) -> None:
+    alpha, _ = engines
+    with turns(engines) as http:
+        version = {"model": "alpha", "weights_version": "step-2", "fleet_mode": "best_effort"}
+        assert http.post("/resume_memory_occupation", json=version).status_code == 409
+        assert http.post("/v1/completions", json=asked("alpha")).status_code == 503
+        assert alpha.state() == "released"
+
+
 def test_a_paused_engine_gets_no_request_before_it_continues(engines: tuple[Engine, Engine]) -> None:
     _, beta = engines
     with turns(engines) as http, ThreadPoolExecutor(1) as pool:

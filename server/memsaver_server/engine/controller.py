@@ -84,7 +84,7 @@ class EngineController:
         self._cache = ElasticCache(engine, self.lifecycle) if isinstance(engine, ResizableEngine) else None
         self._metrics = EngineMetrics(self._monitor, self.lifecycle, self._cache, callers)
         self._id = uuid.uuid4().hex[:12]
-        self._held = ("", 0.0)  # by a coordinator, and when it has asked last
+        self._held: dict[str, tuple[float, float]] = {}  # by coordinators: when each has asked first, and last
         self._stall_loggers: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
@@ -125,8 +125,7 @@ class EngineController:
             return Answer.of(self._prepared(operation))
         if operation.error is None:
             assert operation.report is not None
-            agent = operation.client.partition(" ")[2]
-            holder = "" if agent == self._coordinator else self._coordinator
+            holder = self._holder(operation.client.partition(" ")[2])
             resized = isinstance(operation.report, reports.ResizedReport)
             return Answer.of(
                 (reports.ResizedAnswer if resized else reports.OperationAnswer)(
@@ -273,10 +272,12 @@ class EngineController:
         assert self._cache is not None, "without the capability there is no such route"
         return self._cache
 
-    @property
-    def _coordinator(self) -> str:
-        name, at = self._held
-        return name if clock.monotonic() < at + HELD_S else ""
+    def _holder(self, asker: str = "") -> str:
+        """Return the coordinator, other than ``asker``, that has asked last, and not too long ago. One that has not
+        asked since ``asker`` began to is its predecessor, and gone."""
+        since = max(clock.monotonic() - HELD_S, self._held.get(asker, (0.0, 0.0))[0])
+        others = ((last, name) for name, (_, last) in self._held.items() if name != asker and last > since)
+        return max(others, default=(0.0, ""))[1]
 
     @property
     def _stall_check_s(self) -> float:
@@ -294,8 +295,10 @@ class EngineController:
 
     async def occupation(self, coordinator: str = "") -> dict[str, Any]:
         if coordinator:
-            self._held = coordinator, clock.monotonic()
-        return self._occupation(await self._monitor.fresh()).model_dump(mode="json")
+            now = clock.monotonic()
+            self._held = {name: asked for name, asked in self._held.items() if asked[1] > now - HELD_S}
+            self._held[coordinator] = self._held.get(coordinator, (now, now))[0], now
+        return self._occupation(await self._monitor.fresh(), coordinator).model_dump(mode="json")
 
     async def rows(self, selected: Fields | None) -> Sequence[EngineState]:
         now = self.lifecycle.snapshot()
@@ -352,8 +355,8 @@ class EngineController:
         """Return why the engine accepts no requests now, or an empty string."""
         return self._failed_reason(now) or now.closed_reason or stopped_ranks(now.status.ranks)
 
-    def _occupation(self, sample: Sample) -> OccupationAnswer:
-        """Return what the process holds now, with the devices as in ``sample``."""
+    def _occupation(self, sample: Sample, asker: str = "") -> OccupationAnswer:
+        """Return what the process holds now, with the devices as in ``sample``, to ``asker``, a coordinator."""
         now = self.lifecycle.snapshot()
         status = now.status
         lost = {"content": "lost"}
@@ -372,7 +375,7 @@ class EngineController:
             admission=AdmissionStatus(open=not now.closed_reason, reason=now.closed_reason),
             operation_id=now.running.id if now.running else None,
             prepared=now.running.prepared_state() if now.running and now.running.status == "prepared" else None,
-            coordinator=self._coordinator,
+            coordinator=self._holder(asker) or asker,
             shared_by_ranks=status.shared,
             kv_cache=self._cache.read(sample.devices) if self._cache else None,
             devices=tuple(

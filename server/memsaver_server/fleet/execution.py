@@ -65,7 +65,7 @@ class Execution:
         """
         self._operation.how = "each"
         # First: a reconciler is to do what remains.
-        await self._keeper.ended(self._id, self._operation.known("begun"), self._wish)
+        await self._keeper.begun(self._id, self._operation.known("begun"), self._wish)
         self._report("commit")
         groups = await groups_of(self._request, [part for part in self._parts if part.failure is None])
 
@@ -76,6 +76,7 @@ class Execution:
                     await part.perform(self._request.operation, self._request.sent(), "committing", key=self._key)
 
         await asyncio.gather(*map(in_turn, groups))
+        await self._confirm()
         await self._end()
 
     async def together(self) -> None:
@@ -122,6 +123,7 @@ class Execution:
             await self.undo()
         else:
             self._operation.how = "done"
+            await self._confirm()
             await self._end(self._wish)
 
     async def undo(self) -> None:
@@ -265,6 +267,15 @@ class Execution:
                     restore[tag.tag] = policy
         return {"wait": True, "timeout_s": self._timeout_s, **options, "restore": restore}
 
+    async def _confirm(self) -> None:
+        """Check that engines which are done are so still: somebody else may have moved them while others were slow."""
+
+        async def look(part: Part) -> None:
+            with suppress(EngineFailure):
+                part.check(await part.connection.occupation(), self._request, "committing")
+
+        await asyncio.gather(*(look(part) for part in self._parts if part.stage == "done"))
+
     async def _look(self) -> None:
         await asyncio.gather(*(part.look() for part in self._parts))
 
@@ -287,7 +298,8 @@ class Execution:
         await self._keeper.running(self._id, running)
 
     async def _end(self, *wishes: Wanted) -> None:
-        outcome: Outcome = "succeeded" if not _failed(self._parts) and self._operation.how != "aborted" else "failed"
+        is_done = self._operation.how in ("done", "each") and not _failed(self._parts)
+        outcome: Outcome = "succeeded" if is_done else "failed"
         if self._operation.how == "aborted" and self._operation.given_up.is_set():
             outcome = "cancelled"
         try:

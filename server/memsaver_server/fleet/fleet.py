@@ -18,7 +18,6 @@ from typing_extensions import Unpack
 from memsaver_core.contract.errors import ServerEndsError
 from memsaver_core.contract.requests import (
     DEFAULT_LEASE_S,
-    STATES,
     AskedOfFleet,
     DrainMode,
     FleetMode,
@@ -102,7 +101,7 @@ class AsyncFleet:
         self._left: dict[str, Running] | None = None  # what another coordinator had begun, once that is known
         self._recoveries: dict[str, FleetOperation] = {}  # those of it that are being brought to an end
         self._reconciler = Reconciler(
-            self.roster, self._keeper, self._locks, self._hub, self._coordinator.name, self._reconciled
+            self.roster, self._keeper, self._locks, self._hub, self._coordinator, self._reconciled
         )
         #: Entered while an operation may move memory, and left after it.
         self.around: Callable[[FleetOperation], AbstractAsyncContextManager[None]] = lambda _: nullcontext()
@@ -339,13 +338,15 @@ class AsyncFleet:
     async def _execute(self, operation: FleetOperation) -> FleetResult:
         request, parts = operation.asked, operation.parts
         known = (await self._keeper.load()).known(operation.id)
-        if known is not None and known.outcome != "failed":
+        if known is not None and known.outcome in ("succeeded", "cancelled"):
             for part in parts:
-                part.found_done(STATES[request.operation], cancelled=known.outcome == "cancelled")
+                part.after = part.before
             if known.outcome == "cancelled":
                 operation.given_up.set()
                 return self._finish(operation, "it was cancelled")
             operation.how = "each"
+            for part in parts:
+                part.check(part.before, request, "asking")
             return self._finish(operation)
         execution = self._execution(operation)
         if request.fleet_mode == "best_effort":

@@ -57,8 +57,9 @@ def _message(operation: FleetOperation, strays: Sequence[Part], prepared_for_s: 
     if operation.how == "aborted":
         after = "All engines are as before"
         if strays:
-            within = f"within {prepared_for_s:g} s"
-            after = f"As before are all but {but}. What is prepared there ends with its lease, {within}"
+            after = f"As before are all but {but}"
+        if any(part.phase != "asking" for part in strays):  # else they were not asked to prepare
+            after += f". What is prepared there ends with its lease, within {prepared_for_s:g} s"
         return f"nothing was {done}: {reasons}. {after}"
     lost = _listed(f"{' and '.join(part.lost())} of {part.member.name}" for part in parts if part.lost())
     losses = f". Content to be written again: {lost}" if lost else ""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from memsaver_core.contract.reports import OperationAnswer, PreparedAnswer
-from memsaver_core.contract.requests import Verb
+from memsaver_core.contract.requests import STATES, AskedOfFleet, Verb
 from memsaver_core.contract.status import OccupationAnswer
 from memsaver_server import clock
 from memsaver_server.fleet.connection import Connection, EngineFailure
@@ -91,11 +91,11 @@ class Part:
             await self.look()
         self.ended()
 
-    def found_done(self, state: str, *, cancelled: bool) -> None:
-        """Note that the operation had ended before this coordinator was started; it is not repeated."""
-        self.after = self.before
-        if not cancelled and self.before is not None and self.before.state != state:
-            self.fail("asking", EngineFailure("changed", "the operation had ended before, and was undone since"))
+    def check(self, now: OccupationAnswer | None, asked: AskedOfFleet, phase: str) -> None:
+        """Fail in this phase if what it holds ``now`` is not as ``asked`` any more."""
+        if now is not None and (now.state == "failed" or unlike(now, STATES[asked.operation], asked.tags)):
+            self.after = now
+            self.fail(phase, EngineFailure("changed", "the operation had ended, and was undone since"))
 
     def ended(self) -> None:
         self.seconds = clock.monotonic() - self._began
@@ -154,3 +154,14 @@ class Part:
             error=str(failure) if failure else "",
             lost=self.lost(),
         )
+
+
+def unlike(now: OccupationAnswer, state: str, tags: Collection[str] = ()) -> tuple[str, ...]:
+    """Return those of ``tags``, or of all if none is named, of which something is not in this state."""
+    asleep = now.hibernated  # then nothing of it is on the device
+    return tuple(
+        tag.tag
+        for tag in now.tags
+        if (not tags or tag.tag in tags)
+        and (tag.resident_bytes and not asleep if state == "released" else tag.released_bytes or asleep)
+    )

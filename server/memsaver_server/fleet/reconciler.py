@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from memsaver_core.contract.requests import Selector
+from memsaver_server.fleet.connection import Coordinator
 from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import Member, MembershipError
 from memsaver_server.fleet.operation import FleetOperation
-from memsaver_server.fleet.parts import Part
+from memsaver_server.fleet.parts import Part, unlike
 from memsaver_server.fleet.record import VERBS, Keeper, RecordError, Wanted, wishes_for
 from memsaver_server.fleet.results import EngineResult, FleetResult
 from memsaver_server.fleet.roster import Roster
@@ -32,11 +33,11 @@ class Reconciler:
         keeper: Keeper,
         locks: Locks,
         hub: Hub,
-        name: str,
+        coordinator: Coordinator,
         perform: Callable[[FleetOperation, Mapping[str, Any]], Awaitable[FleetResult]],
     ) -> None:
-        """``name`` is the coordinator's; ``perform`` carries an operation on one engine out, with this body."""
-        self._name = name
+        """``perform`` carries an operation on one engine out, with this body."""
+        self._coordinator = coordinator
         self._perform = perform
         self._roster = roster
         self._keeper = keeper
@@ -46,6 +47,7 @@ class Reconciler:
         self._failed: dict[str, FleetOperation] = {}  # what has failed last, by engine
         self._late: set[asyncio.Future[object]] = set()  # rounds that wait for engines that are silent
         self._busy: set[str] = set()  # engines that are asked, or brought to what is wanted
+        self._rivals: set[str] = set()  # other coordinators that hold engines of ours
 
     async def keep(self, once: Callable[[], Awaitable[object]], interval_s: float) -> None:
         """Call ``once`` for ever: at each interval, and when the members change. Errors are logged and end nothing."""
@@ -102,11 +104,9 @@ class Reconciler:
         self._busy.add(member.name)
         try:
             part = await self._roster.asked(member)
-            self._report(part)
-            if part.failure is not None:
-                return [part.result(undone=False)]
-            if not _steps(part, wanted):
-                return []
+            if part.failure is not None or self._has_rival(part) or not _steps(part, wanted):
+                self._report(part)  # else a step does, which may fail again
+                return [part.result(undone=False)] if part.failure is not None else []
             async with self._locks.held(part.locks):  # an operation may have moved it, or changed what is wanted
                 part, wanted = await self._roster.asked(member), (await self._keeper.load()).wanted
                 return [await self._step(part, wish, tags) for wish, tags in _steps(part, wanted)]
@@ -121,7 +121,7 @@ class Reconciler:
         # What fails is tried at each interval: all attempts are one operation.
         failed = self._failed.pop(name, None)
         operation_id = failed.id if failed is not None and failed.request.operation == verb else ""
-        operation = FleetOperation.of(asked, operation_id, self._name, "reconciler", cause)
+        operation = FleetOperation.of(asked, operation_id, self._coordinator.name, "reconciler", cause)
         operation.parts = [Part(part.member, part.connection)]
         (result,) = (await self._perform(operation, {"tags": list(tags), **wish.options})).engines
         self._report(operation.parts[0])
@@ -131,6 +131,21 @@ class Reconciler:
             self._failed[name] = operation
         self._hub.publish("reconciled", name, **result.model_dump(mode="json"))
         return result
+
+    def _has_rival(self, part: Part) -> bool:
+        """Return whether another coordinator, too, brings an engine to what it wants; log it once."""
+        other = part.before.coordinator if part.before is not None and self._coordinator.holds else ""
+        if other in ("", self._coordinator.name):
+            return False
+        if other not in self._rivals:
+            self._rivals.add(other)
+            logger.warning(
+                "engine %s is held by %s, too: while there are two coordinators, none brings it to what is wanted, and "
+                "the last operation counts; end one of them",
+                part.member.name,
+                other,
+            )
+        return True
 
     def _report(self, part: Part) -> None:
         """Log when an engine fails, and when it is back; once each."""
@@ -147,11 +162,9 @@ def _steps(part: Part, wanted: tuple[Wanted, ...]) -> list[tuple[Wanted, tuple[s
     if part.before is None or part.before.operation_id is not None:  # it is busy with what somebody asked for
         return []
     wishes = wishes_for(part.member, wanted)
-    asleep = part.before.hibernated  # then nothing of it is on the device
     steps: dict[int, list[str]] = {}
     for tag in part.before.tags:
         wish = wishes.get(tag.tag, wishes.get(None))
-        off_device, on_device = (tag.released_bytes or asleep), (tag.resident_bytes and not asleep)
-        if wish is not None and (on_device if wish.state == "released" else off_device):
+        if wish is not None and unlike(part.before, wish.state, (tag.tag,)):
             steps.setdefault(wanted.index(wish), []).append(tag.tag)
     return [(wanted[at], tuple(tags)) for at, tags in steps.items()]

@@ -6,6 +6,7 @@ What the engines are is asked of the engines. The record says what they should b
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,8 @@ from memsaver_core.contract.model import Model
 from memsaver_core.contract.requests import ASKED_OF_FLEET, STATES, AskedOfFleet, Described, Selector, Verb
 from memsaver_server.operation.history import KEPT_S, MAX_KEPT
 from memsaver_server.wrong_fields import wrong_fields
+
+logger = logging.getLogger("memsaver")
 
 Outcome = Literal["begun", "succeeded", "failed", "cancelled"]
 #: The operation that leaves each state.
@@ -72,7 +75,7 @@ class Known(Model):
 
     Attributes:
         digest: of its request; empty if nobody can name it: it is the coordinator's own.
-        outcome: ``begun`` of one in mode ``best_effort`` whose coordinator ended before it did.
+        outcome: ``begun`` of one in mode ``best_effort`` whose coordinator ended first: a repeat carries it out.
         at: seconds since the epoch.
     """
 
@@ -144,6 +147,16 @@ class RecordContent(Model):
         kept = tuple(old for old in self.wanted if not _covers(wish, old))
         return self.model_copy(update={"wanted": (*kept, wish)})
 
+    def noting(self, operation_id: str, known: Known, *wishes: Wanted) -> RecordContent:
+        """Return the record in which an operation does not run, and its id and its wishes are known."""
+        left = {key: value for key, value in self.running.items() if key != operation_id}
+        content = self.model_copy(update={"running": left})
+        if known.digest:
+            content = content.knowing(operation_id, known)
+        for wish in wishes:
+            content = content.wishing(wish)
+        return content
+
 
 class Record(Protocol):
     """Keeps the record. One coordinator writes it at a time."""
@@ -185,12 +198,18 @@ class FileRecord:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
+        self._last: RecordContent | None = None  # as this process has read or written it
 
     async def load(self) -> RecordContent:
         try:
-            return RecordContent.model_validate_json(await asyncio.to_thread(self._path.read_bytes))
+            self._last = RecordContent.model_validate_json(await asyncio.to_thread(self._path.read_bytes))
+            return self._last
         except FileNotFoundError:
-            return RecordContent()
+            if self._last is None:
+                return RecordContent()
+            logger.warning("the record %s was removed, and is written again; end the coordinator first", self._path)
+            await self.save(self._last)
+            return self._last
         except OSError as error:
             raise RecordError(f"the record {self._path} cannot be read: {error}") from None
         except ValidationError as error:
@@ -203,6 +222,7 @@ class FileRecord:
             await asyncio.to_thread(self._replace, text)
         except OSError as error:
             raise RecordError(f"the record {self._path} cannot be written: {error}") from None
+        self._last = content
 
     def _replace(self, text: bytes) -> None:
         new = self._path.with_name(self._path.name + ".new")
@@ -261,17 +281,15 @@ class Keeper:
     async def running(self, operation_id: str, running: Running) -> None:
         await self._change(lambda old: old.model_copy(update={"running": {**old.running, operation_id: running}}))
 
+    async def begun(self, operation_id: str, known: Known, wish: Wanted) -> None:
+        """Note what an operation that begins is to leave. Unlike an end, nothing of it counts if it is not written."""
+        await self._change(lambda old: old.noting(operation_id, known, wish))
+
     async def ended(self, operation_id: str, known: Known, *wishes: Wanted) -> None:
         """Note that an operation has ended, what its id stands for, and what is wanted from now on."""
 
         def change(content: RecordContent) -> RecordContent:
-            left = {key: value for key, value in content.running.items() if key != operation_id}
-            content = content.model_copy(update={"running": left})
-            if known.digest:
-                content = content.knowing(operation_id, known)
-            for wish in wishes:
-                content = content.wishing(wish)
-            return content
+            return content.noting(operation_id, known, *wishes)
 
         try:
             await self._change(change)

@@ -40,7 +40,7 @@ class NoEngineError(FleetError):
     def of(cls, selector: Selector, found: Collection[object], strangers: Collection[str]) -> NoEngineError | None:
         """Return the error if ``found``, the engines of ``selector``, are none, or ``strangers`` are named in it."""
         if not found:
-            return cls(f"no engine of the fleet matches {selector.model_dump(exclude_defaults=True)}")
+            return cls(f"no engine of the fleet matches {selector.model_dump_json(exclude_defaults=True)}")
         if strangers:
             return cls(f"the fleet has no engine {', '.join(map(repr, strangers))}; nothing was done")
         return None

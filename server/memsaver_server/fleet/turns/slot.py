@@ -117,6 +117,7 @@ def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SlotState
 
 
 def _is_kept(status: EngineStatus, wanted: Sequence[Wanted]) -> bool:
-    """Return whether a caller wants it released, not only until the next request."""
+    """Return whether a caller wants it released, not only until the next request, or resident with other weights."""
     wishes = wishes_for(status, wanted).values()
-    return any(wish.state == "released" and not wish.until_asked for wish in wishes)
+    released = any(wish.state == "released" and not wish.until_asked for wish in wishes)
+    return released or any("weights_version" in wish.options for wish in wishes)
