@@ -199,18 +199,8 @@ class BackupStore {
     if (background_.request()) return;
     warn("no thread can be started to unpin backup memory or to prepare packing; the next operation tries again");
   }
-  // What fails is logged.
-  void work() noexcept EXCLUDES(operation_mutex, mutex_) {
-    try {
-      do_wanted_work();
-    } catch (const std::exception& error) {
-      warn(
-          std::string("work in the background failed, so unused backup memory stays pinned until a later operation: ") +
-          error.what());
-    }
-  }
   // Holds operation_mutex, except while kernels are compiled and memory is given back: that may take long.
-  void do_wanted_work() EXCLUDES(operation_mutex, mutex_) {
+  void work() EXCLUDES(operation_mutex, mutex_) {
     bool trim = false;
     std::vector<int> devices;
     {
@@ -244,7 +234,10 @@ class BackupStore {
   std::map<int, std::unique_ptr<HostPool>> pools_ GUARDED_BY(mutex_);      // by NUMA node
   std::map<int, HostPool*> pool_of_ GUARDED_BY(mutex_);                    // by device
   std::map<int, std::unique_ptr<Pipeline>> pipelines_ GUARDED_BY(mutex_);  // by device
-  Background background_{[this] { work(); }};
+  Background background_{[this] {
+    attempt("work in the background failed, so unused backup memory stays pinned until a later operation",
+            [this] { work(); });
+  }};
 };
 
 }  // namespace memsaver

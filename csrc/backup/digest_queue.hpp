@@ -93,13 +93,7 @@ class DigestQueue {
   }
   // Waits for all batches and discards their results.
   void abandon() noexcept {
-    while (!batches_.empty()) {
-      try {
-        (void)collect();
-      } catch (const std::exception& error) {
-        warn(std::string("while waiting for a digest to discard: ") + error.what());
-      }
-    }
+    while (!batches_.empty()) attempt("while waiting for a digest to discard", [this] { (void)collect(); });
   }
 
  private:

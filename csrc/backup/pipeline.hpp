@@ -171,16 +171,9 @@ class Pipeline : public PipelineParts {
       if (transfer.done.valid()) transfer.done.wait();
     }
     if (digests_) digests_->abandon();
-    try {
-      wait_for_streams();
-    } catch (const std::exception& error) {
-      warn(std::string("while waiting for copies to end: ") + error.what());
+    if (!attempt("while waiting for copies to end", [this] { wait_for_streams(); })) {
       // A device that cannot be synchronized, either, has lost its context and runs nothing.
-      try {
-        driver.synchronize(device);
-      } catch (const std::exception& failure) {
-        warn(std::string("while waiting for the device: ") + failure.what());
-      }
+      attempt("while waiting for the device", [this] { driver.synchronize(device); });
     }
     try {
       packing.close();

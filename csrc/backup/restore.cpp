@@ -258,11 +258,7 @@ class RestoreTask {
   void pin(const Block& block) {
     if (!block.shared) return;
     const Stopwatch watch(seconds_.host_memory);
-    try {
-      pipeline_.store->pin(block.host);
-    } catch (const Error& error) {
-      warn(std::string("content is restored from memory that is not pinned: ") + error.what());
-    }
+    attempt("content is restored from memory that is not pinned", [&] { pipeline_.store->pin(block.host); });
   }
 
   // Starts to copy a block to the device from `memory`, which must stay until the copies that are queued now are done.

@@ -421,13 +421,9 @@ class SharedStore {
     }
     for (Slabs* const list : {&again, &slabs}) {
       for (; !list->empty(); list->pop_front()) {
-        try {
-          list->front().unpin();
-        } catch (const Error& error) {
-          warn(std::string("memory of the shared store stays pinned: ") + error.what());
-          const Lock lock(mutex_);
-          still_pinned_.push_back(std::move(list->front()));
-        }
+        if (attempt("memory of the shared store stays pinned", [list] { list->front().unpin(); })) continue;
+        const Lock lock(mutex_);
+        still_pinned_.push_back(std::move(list->front()));
       }
     }
   }

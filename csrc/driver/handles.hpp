@@ -36,12 +36,9 @@ class OwnStream {
   // Throws driver errors.
   OwnStream(Driver& driver, int device) : driver_(driver), device_(device), stream_(driver.create_stream(device)) {}
   OwnStream(const OwnStream&) = delete;
+  // At process exit the context may be gone.
   ~OwnStream() {
-    try {
-      driver_.destroy_stream(device_, stream_);
-    } catch (const std::exception& error) {
-      warn(std::string("a stream was not destroyed: ") + error.what());  // at process exit the context may be gone
-    }
+    attempt("a stream was not destroyed", [this] { driver_.destroy_stream(device_, stream_); });
   }
   operator Stream() const { return stream_; }
 

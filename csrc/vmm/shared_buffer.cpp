@@ -18,14 +18,11 @@ FixedRange::FixedRange(Saver& saver, int device, std::size_t bytes)
 }
 
 FixedRange::~FixedRange() {
-  try {
-    if (!saver_.ended()) {
-      unmap();
-      range_->close();
-    }
-  } catch (const std::exception& error) {
-    warn(std::string("a shared buffer was not given back: ") + error.what());
-  }
+  attempt("a shared buffer was not given back", [this] {
+    if (saver_.ended()) return;
+    unmap();
+    range_->close();
+  });
   range_->abandon();
 }
 
