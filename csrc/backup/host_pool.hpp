@@ -249,13 +249,8 @@ class HostPool {
       const std::size_t bytes = std::min(kSliceBytes, to_pages(target_ - capacity_ - under_way_));
       under_way_ += bytes;
       mutex_.unlock();
-      std::exception_ptr failure;
       std::optional<HostMapping> slice;
-      try {
-        slice.emplace(make_slice(bytes));
-      } catch (...) {
-        failure = std::current_exception();
-      }
+      const std::exception_ptr failure = sys::failure_of([&] { slice.emplace(make_slice(bytes)); });
       mutex_.lock();
       if (slice) {
         touched_.push_back(std::move(*slice));
@@ -275,13 +270,13 @@ class HostPool {
     touched_.pop_front();
     registering_ = true;
     mutex_.unlock();
-    std::exception_ptr failure;
-    try {
-      slice.pin(driver_);
-    } catch (Error& error) {
-      error.with_bytes(slice.bytes());
-      failure = std::current_exception();
-    }
+    const std::exception_ptr failure = sys::failure_of([&] {
+      try {
+        slice.pin(driver_);
+      } catch (Error& error) {
+        throw error.with_bytes(slice.bytes());
+      }
+    });
     mutex_.lock();
     registering_ = false;
     under_way_ -= slice.bytes();

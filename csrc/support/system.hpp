@@ -102,6 +102,16 @@ inline void punch_hole(int file, std::size_t offset, std::size_t bytes) {
                      static_cast<off_t>(bytes));
 }
 
+// Returns what `call` throws; null if nothing.
+template <typename Call>
+[[nodiscard]] std::exception_ptr failure_of(const Call& call) {
+  try {
+    call();
+    return nullptr;
+  } catch (...) {
+    return std::current_exception();
+  }
+}
 // Returns a thread that runs `task`; nothing if the system refuses one.
 [[nodiscard]] inline std::optional<std::thread> start_thread(std::function<void()> task) {
   if (refused("thread")) return std::nullopt;
@@ -115,13 +125,7 @@ inline void punch_hole(int file, std::size_t offset, std::size_t bytes) {
 // a new one if the system starts it. Throws what the first part that failed threw.
 inline void run_in_threads(std::size_t parts, const std::function<void(std::size_t)>& work) {
   std::vector<std::exception_ptr> failures(parts);
-  const auto run = [&](std::size_t part) {
-    try {
-      work(part);
-    } catch (...) {
-      failures[part] = std::current_exception();
-    }
-  };
+  const auto run = [&](std::size_t part) { failures[part] = failure_of([&] { work(part); }); };
   std::vector<std::thread> started;
   for (std::size_t part = 1; part < parts; ++part) {
     if (auto thread = start_thread([&run, part] { run(part); })) {
