@@ -115,7 +115,7 @@ class BackupStore {
     if (!block.host.empty() || block.shared) give_host_memory(block, pool_of(device), shared_.get());
     files_.give(std::exchange(block.file, {}));
     block.kept = Kept::nothing;
-    block.has_digest = false;
+    block.digest.reset();
     block.damaged = false;
     block.packed_bytes = 0;
   }

@@ -71,9 +71,8 @@ struct Block {
   std::size_t offset = 0;  // in its allocation
   std::size_t bytes = 0;
   Kept kept = Kept::nothing;
-  bool has_digest = false;
   bool damaged = false;                 // the last resume could not restore it
-  Digest digest;                        // of `extents`, words counted from the start of the allocation
+  std::optional<Digest> digest;         // of `extents`, words counted from the start of the allocation
   std::vector<Extent> extents;          // the content when it was saved
   std::vector<HostRange> host;          // owned by this block, with or without valid content
   std::optional<std::uint32_t> shared;  // `host` is not the pool's but this entry's of the shared store

@@ -296,7 +296,7 @@ class RestoreTask {
 
   // Content from the file is always checked: that costs little compared with the read.
   bool is_checked(const Block& block) {
-    return verifying_ && block.has_digest &&
+    return verifying_ && block.digest &&
            (verify_ == VerifyChoice::full || block.kept == Kept::file || samples_++ % kSampleEvery == 0);
   }
 

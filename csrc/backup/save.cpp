@@ -329,21 +329,20 @@ class SaveTask {
     left_bytes_ -= bytes;
     const Kept target = content.to_file ? Kept::file : Kept::host;
     block.damaged = false;
-    if (digest && (block.kept == Kept::zero || block.kept == target) && block.has_digest &&
-        block.extents == content.live && block.digest == *digest) {
+    if (digest && (block.kept == Kept::zero || block.kept == target) && block.extents == content.live &&
+        block.digest == digest) {
       content.outcome = ContentBlock::Outcome::unchanged;
       progress_.done_bytes += bytes;
       return true;
     }
     block.kept = Kept::nothing;
     block.extents = content.live;
-    block.has_digest = false;
+    block.digest.reset();
     block.packed_bytes = 0;
     if (bytes != 0 && (!digest || digest->any != 0)) return false;
     give_memory(block);
     block.kept = Kept::zero;
-    block.has_digest = digest.has_value();
-    if (digest) block.digest = *digest;
+    block.digest = digest;
     content.outcome = ContentBlock::Outcome::zero;
     progress_.done_bytes += bytes;
     return true;
@@ -513,8 +512,7 @@ class SaveTask {
       ContentBlock& content = *copied.content;
       Block& block = *content.block;
       block.kept = content.to_file ? Kept::file : Kept::host;
-      block.has_digest = copied.digest.has_value();
-      block.digest = copied.digest.value_or(Digest{});
+      block.digest = copied.digest;
       block.packed_bytes = copied.packed_bytes;
       block.expected_bytes = copied.packed_bytes == 0 ? 0 : block.kept_bytes();
       content.outcome = copied.outcome;
