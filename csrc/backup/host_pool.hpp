@@ -195,7 +195,7 @@ class HostPool {
   };
   [[nodiscard]] HostMapping make_slice(std::size_t bytes) const {
     check_available(bytes);  // it may have shrunk since the growth began
-    void* const memory = sys::map_memory(bytes, 0);
+    void* const memory = sys::map(bytes);
     madvise(memory, bytes, MADV_DONTFORK);  // pinned pages must not become copy-on-write
     if (bytes >= kHugePage) madvise(memory, bytes, MADV_HUGEPAGE);
     prefer_node(memory, bytes, numa_node_);

@@ -359,7 +359,7 @@ class SharedStore {
     auto found = slabs_.find(slab);
     if (found == slabs_.end()) {
       const std::size_t bytes = index_->bytes_of(slab);
-      void* const memory = sys::map_file(file_, SharedLayout::slabs_at() + slab * kSlabBytes, bytes);
+      void* const memory = sys::map(bytes, 0, file_, SharedLayout::slabs_at() + slab * kSlabBytes);
       madvise(memory, bytes, MADV_DONTFORK);
       madvise(memory, bytes, MADV_HUGEPAGE);  // if the machine has them for shared memory (shmem_enabled)
       found = slabs_.emplace(slab, HostMapping(memory, bytes)).first;

@@ -95,7 +95,7 @@ template <typename Value>
 class Registered {
  public:
   // Throws out_of_host_memory or driver errors.
-  explicit Registered(Driver& driver) : memory_(sys::map_memory(sizeof(Value), MAP_POPULATE), sizeof(Value)) {
+  explicit Registered(Driver& driver) : memory_(sys::map(sizeof(Value), MAP_POPULATE), sizeof(Value)) {
     memory_.pin(driver);
   }
   Value& operator*() const { return *static_cast<Value*>(memory_.data()); }

@@ -43,23 +43,17 @@ inline bool allowed(const char* call, std::size_t& bytes) {
 
 inline bool refused(const char* call, std::size_t bytes = 0) { return !allowed(call, bytes); }
 
-inline void* map(std::size_t bytes, int flags, int file, off_t offset) {
+// mmap(2) of readable and writable memory: private, with `flags` added, or, of a part of `file`, shared. Throws
+// out_of_host_memory.
+[[nodiscard]] inline void* map(std::size_t bytes, int flags = 0, int file = -1, std::size_t offset = 0) {
+  flags |= file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
   if (!refused("mmap", bytes)) {
-    void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file, offset);
+    void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file, static_cast<off_t>(offset));
     if (memory != MAP_FAILED) return memory;
   }
   throw Error::from_errno(ErrorKind::out_of_host_memory, "mmap", errno).with_bytes(bytes);
 }
 
-// mmap(2) of readable and writable private memory; `flags` are added to MAP_PRIVATE | MAP_ANONYMOUS. Throws
-// out_of_host_memory.
-[[nodiscard]] inline void* map_memory(std::size_t bytes, int flags) {
-  return map(bytes, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
-}
-// mmap(2) of a part of a file, readable, writable and shared. Throws out_of_host_memory.
-[[nodiscard]] inline void* map_file(int file, std::size_t offset, std::size_t bytes) {
-  return map(bytes, MAP_SHARED, file, static_cast<off_t>(offset));
-}
 // Allocates the pages of mapped memory. Returns 0 or the errno: ENOMEM, EFAULT (before Linux 5.14 SIGBUS) without any.
 [[nodiscard]] inline int make_pages(void* memory, std::size_t bytes) {
   constexpr int populate_write = 23;  // MADV_POPULATE_WRITE, which older headers lack

@@ -80,7 +80,7 @@ void SharedBuffer::release() {
   named([&]() REQUIRES(mutex_) {
     if (content_) return unmap();  // what an earlier failure left
     driver_.synchronize(device_);
-    auto content = std::make_unique<HostMapping>(sys::map_memory(bytes_, 0), bytes_);
+    auto content = std::make_unique<HostMapping>(sys::map(bytes_), bytes_);
     run([&](Stream stream) { driver_.copy_to_host(device_, content->data(), address(), bytes_, stream); });
     const Cleanup at_end([&]() REQUIRES(mutex_) {
       if (!range_->accessible()) content_ = std::move(content);
