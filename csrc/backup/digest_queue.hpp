@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <deque>
 
 #include "backup/block.hpp"
@@ -50,7 +51,7 @@ class DigestQueue {
   // Throws out_of_host_memory or driver errors.
   DigestQueue(Driver& driver, int device, const DigestKey& key, Stream stream)
       : driver_(driver), device_(device), key_(key), stream_(stream), slots_(driver) {
-    for (auto& slot : slots_->slot) idle_.push_back(&slot);
+    for (auto& slot : *slots_) idle_.push_back(&slot);
   }
   ~DigestQueue() { abandon(); }
 
@@ -101,9 +102,6 @@ class DigestQueue {
     DigestItem items[kSlotItems];
     Digest results[kSlotItems];
   };
-  struct Slots {
-    Slot slot[kSlots];
-  };
   struct Submitted {
     Slot* slot;
     std::vector<std::size_t> ends;  // of each job, in items
@@ -114,7 +112,7 @@ class DigestQueue {
   const int device_;
   const DigestKey key_;
   const Stream stream_;
-  const Registered<Slots> slots_;
+  const Registered<std::array<Slot, kSlots>> slots_;
   std::vector<Slot*> idle_;
   std::deque<Submitted> batches_;
 };
