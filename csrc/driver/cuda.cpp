@@ -311,7 +311,6 @@ class CudaDriver final : public Driver {
     for (int i = 0; i < count; ++i) devices_.push_back(std::make_unique<CudaDevice>(calls_, i));
   }
 
-  const char* name() const noexcept override { return "cuda"; }
   int device_count() override { return static_cast<int>(devices_.size()); }
 
   DeviceInfo device_info(int index) override {

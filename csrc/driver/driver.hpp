@@ -38,7 +38,6 @@ class Driver {
  public:
   virtual ~Driver() = default;
 
-  [[nodiscard]] virtual const char* name() const noexcept = 0;
   [[nodiscard]] virtual int device_count() = 0;
   [[nodiscard]] virtual DeviceInfo device_info(int device) = 0;
   // Returns a snapshot: another process may take the free memory at any time.

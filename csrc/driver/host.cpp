@@ -144,7 +144,6 @@ class HostDriver final : public Driver {
     if (names.empty()) devices_.push_back(std::make_unique<HostDevice>("", whole));
   }
 
-  const char* name() const noexcept override { return "host"; }
   bool in_host_memory() const noexcept override { return true; }
   int device_count() override { return static_cast<int>(devices_.size()); }
 

@@ -127,7 +127,6 @@ class LedgerDriver final : public Driver {
     });
   }
 
-  const char* name() const noexcept override { return driver_->name(); }
   int device_count() override { return driver_->device_count(); }
   DeviceInfo device_info(int device) override { return driver_->device_info(device); }
   MemoryInfo memory_info(int device) override { return driver_->memory_info(device); }

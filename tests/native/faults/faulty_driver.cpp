@@ -66,7 +66,6 @@ void FaultyDriver::enter(const std::string& call) {
   healed_.wait_for(lock, std::chrono::duration<double>(delay->second), [&] { return heals_ != heals; });
 }
 
-const char* FaultyDriver::name() const noexcept { return driver_->name(); }
 bool FaultyDriver::in_host_memory() const noexcept { return driver_->in_host_memory(); }
 int FaultyDriver::device_count() { return driver_->device_count(); }
 

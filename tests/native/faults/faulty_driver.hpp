@@ -31,7 +31,6 @@ class FaultyDriver final : public Driver {
   // Calls so far, by function.
   [[nodiscard]] std::map<std::string, std::size_t> counts() const;
 
-  const char* name() const noexcept override;
   bool in_host_memory() const noexcept override;
   int device_count() override;
   DeviceInfo device_info(int device) override;
