@@ -104,12 +104,11 @@ class Saver::Operation {
   // What an operation does on one device.
   struct Work {
     int device = -1;
-    std::vector<ContentBlock> blocks;                 // content to keep or restore
-    std::vector<PlannedChunk> kept;                   // chunks under content
-    std::vector<PlannedChunk> others;                 // chunks whose content is not kept
-    std::vector<PlannedChunk> going;                  // chunks that a resize gives back
-    std::map<std::string, std::size_t> lost_bytes;    // given to the driver, by tag
-    std::map<std::string, std::size_t> gained_bytes;  // mapped, by tag
+    std::vector<ContentBlock> blocks;               // content to keep or restore
+    std::vector<PlannedChunk> kept;                 // chunks under content
+    std::vector<PlannedChunk> others;               // chunks whose content is not kept
+    std::vector<PlannedChunk> going;                // chunks that a resize gives back
+    std::map<std::string, std::size_t> lost_bytes;  // given to the driver, by tag
     std::size_t freed_bytes = 0;
     double first_memory_seconds = 0;
     std::vector<PlannedChunk> acquired;
@@ -228,12 +227,9 @@ class Saver::Operation {
     on_each_device([&](Work& device) REQUIRES(saver_.backups_.operation_mutex) { restore(device, map_first); });
     const Lock lock(saver_.map_.mutex);
     for (auto& [index, device] : devices_) {
-      for (const auto& planned : device.acquired) {
-        planned.arena->add_chunk(planned.chunk);
-        device.gained_bytes[planned.arena->key().tag] += planned.chunk.bytes;
-      }
+      for (const auto& planned : device.acquired) planned.arena->add_chunk(planned.chunk);
+      device.undo.dismiss();
     }
-    for (auto& [index, device] : devices_) device.undo.dismiss();
   }
 
   [[nodiscard]] double seconds() const {
@@ -329,9 +325,9 @@ class Saver::Operation {
         tags[tag].released_bytes += bytes;
         tags[tag].already = false;
       }
-      for (const auto& [tag, bytes] : device.gained_bytes) {
-        tags[tag].resumed_bytes += bytes;
-        tags[tag].already = false;
+      for (const auto& [arena, chunk, restore] : device.acquired) {
+        tags[arena->key().tag].resumed_bytes += chunk.bytes;
+        tags[arena->key().tag].already = false;
       }
       for (const auto& content : device.blocks) {
         TagOutcome& outcome = tags[content.tag];
