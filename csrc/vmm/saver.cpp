@@ -122,10 +122,8 @@ std::vector<Chunk> Saver::remove(Arena& arena, Address address) {
 void Saver::drop_resident(const Tags& tags) {
   const Lock lock(map_.mutex);
   for (Arena* const arena : map_.select(tags)) {
-    for (auto& [address, allocation] : arena->allocations()) {
-      for (auto& block : allocation.blocks) {
-        if (arena->is_mapped(address + block.offset, block.bytes)) backups_.give_back(block, arena->key().device);
-      }
+    for (const auto& [base, block] : arena->blocks()) {
+      if (arena->is_mapped(base + block->offset, block->bytes)) backups_.give_back(*block, arena->key().device);
     }
   }
 }
