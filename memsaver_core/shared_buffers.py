@@ -57,15 +57,13 @@ class ImportedBuffer(_native.ImportedBuffer):
     """
 
     def __init__(self, fd: int, nbytes: int, device_index: int) -> None:
-        """Map the memory of a descriptor for a device of this process.
+        """Map the memory of a descriptor for a device of this process. Raises ConfigurationError if there is no such
+        device, or the descriptor is of another size.
 
         Args:
             fd: a descriptor that ``SharedBuffer.export_fd`` returned; remains the caller's, who may close it now.
             nbytes: ``SharedBuffer.nbytes``.
             device_index: torch's index of the device that uses the memory, which may lie on another one.
-
-        Raises:
-            ConfigurationError: there is no such device, or the descriptor is of another size.
         """
         super().__init__(process.saver(), fd, nbytes, device_index)
         _imported.add(self)
