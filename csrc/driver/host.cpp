@@ -168,9 +168,10 @@ class HostDriver final : public Driver {
     if (munmap(pointer(address), bytes) != 0) throw system_failure("munmap", errno, bytes);
   }
 
-  Handle create(int device, std::size_t bytes) override { return at(device).create(bytes, false); }
+  Handle create(int device, std::size_t bytes, bool exportable) override {
+    return at(device).create(bytes, exportable);
+  }
   void release(int device, Handle handle, std::size_t bytes) override { at(device).release(handle, bytes); }
-  Handle create_exportable(int device, std::size_t bytes) override { return at(device).create(bytes, true); }
   int export_handle(int, Handle handle) override { return HostDevice::export_handle(handle); }
   Handle import_handle(int device, int file, std::size_t bytes) override {
     at(device);

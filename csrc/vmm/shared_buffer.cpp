@@ -60,7 +60,7 @@ void FixedRange::named(const std::function<void()>& function) const {
 
 SharedBuffer::SharedBuffer(Saver& saver, int device, std::size_t bytes) : FixedRange(saver, device, bytes) {
   named([&] {
-    map([&] { return driver_.create_exportable(device_, bytes_); });
+    map([&] { return driver_.create(device_, bytes_, true); });
     run([&](Stream stream) { driver_.fill_zero(device_, address(), bytes_, stream); });
   });
 }
@@ -94,7 +94,7 @@ void SharedBuffer::restore() {
   named([&]() REQUIRES(mutex_) {
     if (!content_) return;
     // It is accessible if the undo of an earlier failure failed.
-    if (!range_->accessible()) map([&] { return driver_.create_exportable(device_, bytes_); });
+    if (!range_->accessible()) map([&] { return driver_.create(device_, bytes_, true); });
     Cleanup undo([&] { unmap(); });
     run([&](Stream stream)
             REQUIRES(mutex_) { driver_.copy_to_device(device_, address(), content_->data(), bytes_, stream); });
