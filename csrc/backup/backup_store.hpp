@@ -101,7 +101,6 @@ class BackupStore {
   [[nodiscard]] SharedStore* shared() const { return shared_.get(); }
   [[nodiscard]] FileStore& files() { return files_; }
   [[nodiscard]] const FileStore& files() const { return files_; }
-  // Returns whether content may be packed.
   [[nodiscard]] bool packs() const { return settings_.pack; }
   // Never returns `automatic`.
   [[nodiscard]] VerifyChoice verify() const {
@@ -175,7 +174,6 @@ class BackupStore {
     for (const auto& [node, pool] : pools_) pools.push_back(pool.get());
     return pools;
   }
-  // Returns the sum over all pools.
   [[nodiscard]] HostPoolStatus pool_status() const EXCLUDES(mutex_) {
     HostPoolStatus sum{};
     for (const HostPool* const pool : pools()) {

@@ -27,13 +27,11 @@ struct HostRange {
   std::size_t bytes;
 };
 
-// A part of the backup file.
 struct FileRange {
   std::uint64_t offset = 0;
   std::size_t bytes = 0;
 };
 
-// Returns the total bytes of extents or ranges.
 template <typename Range>
 [[nodiscard]] std::size_t sum_of(const std::vector<Range>& ranges) {
   std::size_t sum = 0;
@@ -81,7 +79,6 @@ struct Block {
   std::size_t expected_bytes = 0;       // what the next backup will take if it can be packed; 0: as much as the content
 
   [[nodiscard]] std::size_t content_bytes() const { return sum_of(extents); }
-  // Returns whether it owns host memory or a part of the file.
   [[nodiscard]] bool has_memory() const { return !host.empty() || file.bytes != 0; }
   // Returns what a backup of `content` bytes is expected to take in host memory or in the file.
   [[nodiscard]] std::size_t expected_for(std::size_t content) const {

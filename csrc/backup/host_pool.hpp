@@ -124,7 +124,6 @@ class HostPool {
     }
   }
 
-  // Owns bounce memory.
   class Bounce {
    public:
     // Throws as take().

@@ -40,7 +40,6 @@ class Packing {
       return false;
     }
   }
-  // Returns whether content is to be packed, and can be.
   [[nodiscard]] bool packs() { return wanted_ && ready(); }
   // Samples content, waits for the samples, and returns how to pack each item. Throws driver errors.
   [[nodiscard]] std::vector<PackEstimate> plan(const std::vector<PackItem>& items, Stream stream) {
@@ -106,7 +105,6 @@ class Packing {
     refused_ = false;
     static_cast<void>(close_memory());
   }
-  // Returns the bytes of the device's memory that are held.
   [[nodiscard]] std::size_t held_bytes() const { return range_ ? range_->memory_bytes() : 0; }
 
  private:

@@ -253,7 +253,6 @@ class RawFirst {
   std::map<Key, Tag> tags_;
 };
 
-// A block to be copied.
 struct ChangedBlock {
   ContentBlock* content;
   std::optional<Digest> digest;

@@ -72,7 +72,6 @@ class SharedStore {
     if (file_ >= 0) close(file_);
   }
 
-  // Returns the key of all digests in the store.
   [[nodiscard]] const DigestKey& key() const { return index_->key(); }
 
   // Looks for content, as SharedIndex::find_or_claim(). The entry in the answer is this process's until give().

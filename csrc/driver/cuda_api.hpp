@@ -70,7 +70,6 @@ inline constexpr int kAttributeVirtualMemory = 102;
 inline constexpr int kAttributeRdmaWithVirtualMemory = 110;
 inline constexpr int kAttributeHostNumaId = 134;
 
-// A function and its name.
 template <typename Signature>
 struct EntryPoint;
 template <typename... Parameters>

@@ -143,7 +143,6 @@ class Driver {
 // Returns whether libcuda finds a device; if not, `why` says what is missing.
 [[nodiscard]] bool cuda_available(std::string* why) noexcept;
 
-// Returns whether the NVIDIA driver can checkpoint processes.
 [[nodiscard]] bool cuda_can_checkpoint() noexcept;
 
 // Returns whether kernels of `device` can access memory of another device at `address`, because peer access is on;

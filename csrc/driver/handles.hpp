@@ -30,7 +30,6 @@ class RecordedEvent {
 };
 using Recorded = std::shared_ptr<const RecordedEvent>;
 
-// Owns a stream.
 class OwnStream {
  public:
   // Throws driver errors.

@@ -20,7 +20,6 @@ namespace {
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using Words = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>;
 
-// A field under its name.
 #define FIELD(name) py::arg(#name) = value.name
 
 py::dict to_dict(const PipelineSeconds& seconds) {
