@@ -37,7 +37,7 @@ class FaultyDriver final : public Driver {
   MemoryInfo memory_info(int device) override;
   Address reserve(int device, std::size_t bytes) override;
   void unreserve(int device, Address address, std::size_t bytes) override;
-  Handle create(int device, std::size_t bytes, bool exportable) override;
+  Handle create(int device, std::size_t bytes, bool exportable = false) override;
   void release(int device, Handle handle, std::size_t bytes) override;
   int export_handle(int device, Handle handle) override;
   Handle import_handle(int device, int file, std::size_t bytes) override;
