@@ -131,12 +131,9 @@ class Communicators:
     def suspend(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> dict[str, int]:
         """Give back the device memory of communicators, which cannot be used until ``resume``; return bytes, by name.
 
-        Every rank of each communicator must call this, with no communication in flight: NCCL waits for all of them.
-        If it fails on any rank, call ``resume`` on all of them.
-
-        Args:
-            names: which; None for all that can be suspended. One that is suspended already is passed over.
-            timeout_s: deadline for all of them together.
+        ``names`` says which (None: all that can be suspended), ``timeout_s`` how long all of them may take together.
+        One that is suspended already is passed over. Every rank of each communicator must call this, with no
+        communication in flight: NCCL waits for all of them. If it fails on any rank, call ``resume`` on all of them.
 
         Raises:
             UnsupportedError: one of ``names`` does not exist or cannot be suspended; nothing was done.
