@@ -6,13 +6,6 @@
 #include "backup/pipeline.hpp"
 #include "backup/shared_store.hpp"
 #include "driver/driver.hpp"
-#include "support/background.hpp"
-#include "support/digest.hpp"
-#include "support/error.hpp"
-#include "support/host_memory.hpp"
-#include "support/log.hpp"
-#include "support/mutex.hpp"
-#include "support/progress.hpp"
 
 namespace memsaver {
 

@@ -6,7 +6,6 @@
 
 #include "support/digest.hpp"
 #include "support/host_memory.hpp"
-#include "support/sizes.hpp"
 
 namespace memsaver {
 

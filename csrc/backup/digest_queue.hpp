@@ -6,8 +6,6 @@
 #include "backup/block.hpp"
 #include "driver/driver.hpp"
 #include "driver/handles.hpp"
-#include "support/log.hpp"
-#include "support/sizes.hpp"
 
 namespace memsaver {
 

@@ -8,8 +8,6 @@
 #include <memory>
 
 #include "backup/block.hpp"
-#include "support/error.hpp"
-#include "support/host_memory.hpp"
 #include "support/mutex.hpp"
 #include "support/range_set.hpp"
 #include "support/system.hpp"

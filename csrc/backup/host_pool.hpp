@@ -6,13 +6,8 @@
 #include "backup/block.hpp"
 #include "driver/driver.hpp"
 #include "driver/handles.hpp"
-#include "support/error.hpp"
-#include "support/host_memory.hpp"
-#include "support/log.hpp"
 #include "support/mutex.hpp"
 #include "support/range_set.hpp"
-#include "support/sizes.hpp"
-#include "support/system.hpp"
 
 namespace memsaver {
 

@@ -2,10 +2,6 @@
 
 #include "backup/block.hpp"
 #include "driver/handles.hpp"
-#include "support/error.hpp"
-#include "support/log.hpp"
-#include "support/packing.hpp"
-#include "support/sizes.hpp"
 
 namespace memsaver {
 

@@ -10,10 +10,7 @@
 #include "backup/shared_store.hpp"
 #include "driver/driver.hpp"
 #include "driver/handles.hpp"
-#include "support/error.hpp"
-#include "support/log.hpp"
 #include "support/progress.hpp"
-#include "support/sizes.hpp"
 
 namespace memsaver {
 

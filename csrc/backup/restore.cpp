@@ -3,9 +3,6 @@
 
 #include "backup/kept_content.hpp"
 #include "backup/pipeline.hpp"
-#include "support/error.hpp"
-#include "support/log.hpp"
-#include "support/system.hpp"
 
 namespace memsaver {
 

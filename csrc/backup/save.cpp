@@ -5,9 +5,6 @@
 #include <map>
 
 #include "backup/pipeline.hpp"
-#include "support/error.hpp"
-#include "support/host_memory.hpp"
-#include "support/system.hpp"
 
 namespace memsaver {
 

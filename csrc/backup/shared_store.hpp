@@ -7,12 +7,6 @@
 #include "driver/driver.hpp"
 #include "driver/handles.hpp"
 #include "support/background.hpp"
-#include "support/cleanup.hpp"
-#include "support/error.hpp"
-#include "support/host_memory.hpp"
-#include "support/log.hpp"
-#include "support/mutex.hpp"
-#include "support/system.hpp"
 
 namespace memsaver {
 

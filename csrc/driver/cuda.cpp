@@ -6,7 +6,6 @@
 #include "driver/driver.hpp"
 #include "driver/nvrtc.hpp"
 #include "driver/packing_kernels.hpp"
-#include "support/error.hpp"
 #include "support/log.hpp"
 #include "support/mutex.hpp"
 

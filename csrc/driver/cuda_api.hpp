@@ -5,7 +5,6 @@
 #include <mutex>
 
 #include "driver/driver.hpp"
-#include "support/error.hpp"
 
 // The part of CUDA's driver API that is used, declared here so that the build needs no CUDA toolkit. Types and values
 // are those of cuda.h in CUDA 12 and 13, whose ABI is stable; tests/native compares them if cuda.h is installed.

@@ -9,7 +9,6 @@
 
 #include "driver/driver.hpp"
 #include "driver/host_account.hpp"
-#include "support/error.hpp"
 #include "support/host_memory.hpp"
 
 namespace memsaver {

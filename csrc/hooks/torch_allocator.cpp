@@ -5,10 +5,6 @@
 #include <atomic>
 #include <vector>
 
-#include "support/error.hpp"
-#include "support/log.hpp"
-#include "support/mutex.hpp"
-
 namespace memsaver {
 
 namespace {

@@ -9,8 +9,6 @@
 #include "driver/nvrtc.hpp"
 #include "hooks/preload.hpp"
 #include "hooks/torch_allocator.hpp"
-#include "support/digest.hpp"
-#include "support/host_memory.hpp"
 #include "vmm/shared_buffer.hpp"
 
 namespace memsaver::python {

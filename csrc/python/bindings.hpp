@@ -7,7 +7,6 @@
 #include <functional>
 
 #include "driver/driver.hpp"
-#include "support/error.hpp"
 #include "vmm/saver.hpp"
 
 namespace memsaver::python {

@@ -4,8 +4,6 @@
 #include <tuple>
 
 #include "driver/driver.hpp"
-#include "support/range_set.hpp"
-#include "support/sizes.hpp"
 #include "vmm/settings.hpp"
 
 namespace memsaver {

@@ -5,11 +5,6 @@
 #include <cmath>
 #include <set>
 
-#include "support/cleanup.hpp"
-#include "support/error.hpp"
-#include "support/log.hpp"
-#include "support/sizes.hpp"
-#include "support/system.hpp"
 #include "vmm/saver.hpp"
 
 namespace memsaver {

@@ -3,12 +3,6 @@
 #include <unistd.h>
 
 #include "driver/driver.hpp"
-#include "support/cleanup.hpp"
-#include "support/error.hpp"
-#include "support/log.hpp"
-#include "support/mutex.hpp"
-#include "support/range_set.hpp"
-#include "support/sizes.hpp"
 #include "vmm/arena.hpp"
 #include "vmm/memory_map.hpp"
 

@@ -4,9 +4,6 @@
 #include <set>
 
 #include "backup/kept_content.hpp"
-#include "support/cleanup.hpp"
-#include "support/error.hpp"
-#include "support/sizes.hpp"
 
 namespace memsaver {
 

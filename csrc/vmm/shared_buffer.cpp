@@ -1,10 +1,5 @@
 #include "vmm/shared_buffer.hpp"
 
-#include "support/cleanup.hpp"
-#include "support/error.hpp"
-#include "support/log.hpp"
-#include "support/sizes.hpp"
-#include "support/system.hpp"
 #include "vmm/physical_memory.hpp"
 
 namespace memsaver {

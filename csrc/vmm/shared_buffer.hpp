@@ -2,7 +2,6 @@
 
 #include "driver/driver.hpp"
 #include "driver/handles.hpp"
-#include "support/mutex.hpp"
 #include "vmm/saver.hpp"
 
 namespace memsaver {

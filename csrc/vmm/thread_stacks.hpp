@@ -1,9 +1,6 @@
 #pragma once
 
 #include "driver/driver.hpp"
-#include "support/error.hpp"
-#include "support/log.hpp"
-#include "support/mutex.hpp"
 #include "vmm/memory_map.hpp"
 #include "vmm/physical_memory.hpp"
 
