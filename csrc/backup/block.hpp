@@ -13,10 +13,10 @@ namespace memsaver {
 // never spans two allocations, so freeing one leaves no partial backup.
 inline constexpr std::size_t kBlockBytes = 32 * kSizeUnit;
 
-// A part of an allocation that holds content.
+// A part of an allocation that holds content, or of the backup file.
 struct Extent {
-  std::size_t offset;  // in the allocation
-  std::size_t bytes;
+  std::size_t offset = 0;  // in the allocation or the file
+  std::size_t bytes = 0;
   friend bool operator==(const Extent& a, const Extent& b) { return a.offset == b.offset && a.bytes == b.bytes; }
 };
 
@@ -24,11 +24,6 @@ struct Extent {
 struct HostRange {
   std::uintptr_t address;
   std::size_t bytes;
-};
-
-struct FileRange {
-  std::uint64_t offset = 0;
-  std::size_t bytes = 0;
 };
 
 template <typename Range>
@@ -73,7 +68,7 @@ struct Block {
   std::vector<Extent> extents;          // the content when it was saved
   std::vector<HostRange> host;          // owned by this block, with or without valid content
   std::optional<std::uint32_t> shared;  // `host` is not the pool's but this entry's of the shared store
-  FileRange file;                       // owned by this block, with or without valid content
+  Extent file;                          // owned by this block, with or without valid content
   std::size_t packed_bytes = 0;         // of what is kept in `host` or `file`, if it is packed
   std::size_t expected_bytes = 0;       // what the next backup will take if it can be packed; 0: as much as the content
 

@@ -70,8 +70,7 @@ class FileWrites {
   // Starts to copy extents of the device memory at `base` to `range`, which is as large, rounded up to pages. The
   // device is read until the copies that are queued now are done, the file written until the result is ready. Throws
   // out_of_host_memory, driver errors or what an earlier write threw: what is under way is among transfers().
-  [[nodiscard]] std::shared_future<void> start(const FileRange& range, Address base,
-                                               const std::vector<Extent>& extents) {
+  [[nodiscard]] std::shared_future<void> start(const Extent& range, Address base, const std::vector<Extent>& extents) {
     limit(kFileTransfers - 1);
     FileTransfer& transfer = transfers_.emplace_back();  // its memory stays until nothing is under way
     transfer.bounce = take_bounce(sum_of(extents));
