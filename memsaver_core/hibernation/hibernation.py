@@ -56,10 +56,8 @@ class Hibernation:
 
         Checks the helper, the driver, MPS, NCCL communicators, what vLLM's and SGLang's ranks share, tensors shared by
         CUDA IPC, memory that memsaver imported, peer access, managed memory, and what ``preconditions.register_check``
-        was given. The driver does not list imported memory: what other libraries import is not seen.
-
-        Args:
-            suspending: communicators are suspended and imported memory is dropped first, so neither is an obstacle.
+        was given. The driver does not list imported memory: what other libraries import is not seen. ``suspending``:
+        communicators are suspended and imported memory is dropped first, so neither is an obstacle.
         """
         if self._failure:
             return [self._failure]

@@ -98,21 +98,15 @@ class TorchMemorySaver:
 
     def pause(self, tag: str | None = None) -> None:
         """Give the memory of a tag, or all, back to the driver. A tag that is paused already or unknown is ignored.
-
-        Raises:
-            OutOfHostMemoryError: the backups would not fit; nothing was paused.
-            MemsaverError: a driver call failed; a repeat and a resume both work.
-        """
+        Raises OutOfHostMemoryError if the backups would not fit: nothing was paused; MemsaverError if a driver call
+        failed: a repeat and a resume both work."""
         self._ensure_initialized()
         state.this_process.pause(tag)
 
     def resume(self, tag: str | None = None) -> None:
-        """Bring the memory of a tag, or all, back at the same addresses. A resident or unknown tag is ignored.
-
-        Raises:
-            OutOfDeviceMemoryError: the device has too little free memory; all is still paused, with its backup.
-            MemsaverError: a driver call failed; all is as before.
-        """
+        """Bring the memory of a tag, or all, back at the same addresses. A resident or unknown tag is ignored. Raises
+        OutOfDeviceMemoryError if the device has too little free memory: all is still paused, with its backup;
+        MemsaverError if a driver call failed: all is as before."""
         self._ensure_initialized()
         state.this_process.resume(tag)
 
