@@ -5,7 +5,6 @@
 #include "backup/host_pool.hpp"
 #include "backup/pipeline.hpp"
 #include "backup/shared_store.hpp"
-#include "driver/driver.hpp"
 
 namespace memsaver {
 

@@ -4,7 +4,6 @@
 #include <deque>
 
 #include "backup/block.hpp"
-#include "driver/driver.hpp"
 #include "driver/handles.hpp"
 
 namespace memsaver {

@@ -8,8 +8,6 @@
 #include "backup/host_pool.hpp"
 #include "backup/packing.hpp"
 #include "backup/shared_store.hpp"
-#include "driver/driver.hpp"
-#include "driver/handles.hpp"
 #include "support/progress.hpp"
 
 namespace memsaver {

@@ -1,5 +1,3 @@
-#include <deque>
-#include <set>
 
 #include "backup/kept_content.hpp"
 #include "backup/pipeline.hpp"

@@ -1,8 +1,4 @@
-#include <chrono>
-#include <deque>
-#include <iterator>
 #include <limits>
-#include <map>
 
 #include "backup/pipeline.hpp"
 

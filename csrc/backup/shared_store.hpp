@@ -4,8 +4,6 @@
 #include "backup/host_pool.hpp"
 #include "backup/shared_index.hpp"
 #include "backup/store_sockets.hpp"
-#include "driver/driver.hpp"
-#include "driver/handles.hpp"
 #include "support/background.hpp"
 
 namespace memsaver {

@@ -4,7 +4,6 @@
 
 #include "hooks/preload_interface.hpp"
 #include "hooks/torch_allocator.hpp"
-#include "vmm/saver.hpp"
 
 namespace memsaver {
 

@@ -1,10 +1,5 @@
 #include "hooks/torch_allocator.hpp"
 
-#include <sys/types.h>
-
-#include <atomic>
-#include <vector>
-
 namespace memsaver {
 
 namespace {

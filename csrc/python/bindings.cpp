@@ -1,11 +1,5 @@
 #include "python/bindings.hpp"
 
-#include <array>
-#include <map>
-#include <tuple>
-
-#include "backup/digest_queue.hpp"
-#include "driver/driver.hpp"
 #include "driver/nvrtc.hpp"
 #include "hooks/preload.hpp"
 #include "hooks/torch_allocator.hpp"

@@ -1,9 +1,7 @@
 #pragma once
 
-#include <set>
 #include <tuple>
 
-#include "driver/driver.hpp"
 #include "vmm/settings.hpp"
 
 namespace memsaver {

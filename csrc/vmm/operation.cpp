@@ -1,9 +1,6 @@
 // The operations of a Saver; saver.hpp has their contracts.
 
-#include <algorithm>
-#include <chrono>
 #include <cmath>
-#include <set>
 
 #include "vmm/saver.hpp"
 

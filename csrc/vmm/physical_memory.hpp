@@ -1,8 +1,5 @@
 #pragma once
 
-#include <unistd.h>
-
-#include "driver/driver.hpp"
 #include "vmm/arena.hpp"
 #include "vmm/memory_map.hpp"
 

@@ -1,9 +1,6 @@
 #pragma once
 
-#include "backup/block.hpp"
-#include "backup/host_pool.hpp"
 #include "backup/pipeline.hpp"
-#include "backup/shared_store.hpp"
 
 namespace memsaver {
 

@@ -1,8 +1,5 @@
 #include "vmm/saver.hpp"
 
-#include <optional>
-#include <set>
-
 #include "backup/kept_content.hpp"
 
 namespace memsaver {

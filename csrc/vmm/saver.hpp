@@ -1,7 +1,5 @@
 #pragma once
 
-#include "backup/backup_store.hpp"
-#include "driver/driver.hpp"
 #include "vmm/memory_map.hpp"
 #include "vmm/physical_memory.hpp"
 #include "vmm/reports.hpp"

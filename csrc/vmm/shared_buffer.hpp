@@ -1,7 +1,5 @@
 #pragma once
 
-#include "driver/driver.hpp"
-#include "driver/handles.hpp"
 #include "vmm/saver.hpp"
 
 namespace memsaver {

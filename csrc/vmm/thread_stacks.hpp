@@ -1,6 +1,5 @@
 #pragma once
 
-#include "driver/driver.hpp"
 #include "vmm/memory_map.hpp"
 #include "vmm/physical_memory.hpp"
 
