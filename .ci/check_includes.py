@@ -1,12 +1,14 @@
 """Check the arrows between the rooms of csrc: an #include goes down, and never in a circle.
 
-A header and the source file of its name are one node.
+A header and the source file of its name are one node. What another include of a file brings, of the system or of a
+lower room, is not included again.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,11 +63,39 @@ def circle(graph: Graph) -> list[str]:
     return next((found for node in sorted(graph) if (found := visit(node, []))), [])
 
 
+def brought(name: str) -> set[str]:
+    """Return what csrc/``name`` includes, itself or through what it includes; the system's in angle brackets."""
+    own = included(name)
+    return own.union(*(brought(each) for each in own if not each.startswith("<")))
+
+
+@cache
+def included(name: str) -> set[str]:
+    return {
+        each.strip('"') for each in re.findall(r'^#include ("[^"]+"|<.+>)', (CSRC / name).read_text(), re.MULTILINE)
+    }
+
+
+def repeated() -> list[str]:
+    """Return complaints about includes of the system and of lower rooms that another include brings."""
+    complaints = []
+    for path in sorted([*CSRC.rglob("*.cpp"), *CSRC.rglob("*.hpp")]):
+        name = str(path.relative_to(CSRC))
+        own = included(name)
+        others = set().union(*(brought(each) for each in own if not each.startswith("<")))
+        room = RANK[path.relative_to(CSRC).parts[0]]
+        for each in sorted(own & others):
+            if each.startswith("<") or RANK[Path(each).parts[0]] < room:
+                complaints.append(f"csrc/{name}: {each} is brought by another include")
+    return complaints
+
+
 def main() -> None:
     complaints: list[str] = []
     found = circle(read(complaints))
     if found:
         complaints.append("circle: " + " -> ".join(found))
+    complaints = complaints or repeated()
     for line in complaints:
         print(line, file=sys.stderr)
     sys.exit(1 if complaints else 0)

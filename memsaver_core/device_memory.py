@@ -34,12 +34,8 @@ def _read(saver: _native.Saver, backend: Backend, index: int) -> DeviceMemory:
 
 
 def read_again(last: DeviceMemory, pids: Collection[int]) -> DeviceMemory:
-    """Read a device of these or other processes again.
-
-    Args:
-        last: an earlier figure from one of those processes; returned as it is if NVML is unavailable.
-        pids: the processes whose memory is ``process_bytes``.
-    """
+    """Read a device again. ``last`` is what one of the processes ``pids`` read earlier, returned as it is if NVML is
+    unavailable; ``process_bytes`` are those of all of them."""
     with hibernation.device_lock:
         away = hibernation.is_away()
         figures = None if away else nvml.read_memory(last.uuid, pids)

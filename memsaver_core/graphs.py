@@ -53,15 +53,9 @@ def graph(
 ) -> AbstractContextManager[Any]:
     """Capture into ``cuda_graph``, as ``torch.cuda.graph`` does, with the graph's own memory under ``tag``.
 
-    The content is kept by default, as some is written only at capture. Without memsaver this is ``torch.cuda.graph``.
-
-    Args:
-        cuda_graph: the graph to capture into.
-        tag: tag of the graph's memory.
-        restore: its restore policy; by default that of the tag, ``host`` for ``cuda_graph``.
-        pool: memory to share with other graphs; by default the graph has its own.
-        stream: as for ``torch.cuda.graph``.
-        capture_error_mode: as for ``torch.cuda.graph``.
+    ``restore`` is its policy, by default that of the tag: ``host`` for ``cuda_graph``, as some content is written only
+    at capture. ``pool`` is memory to share with other graphs; by default the graph has its own. The other arguments are
+    those of ``torch.cuda.graph``, which this is without memsaver.
     """
     own = pool if pool is not None else GraphPool(tag, restore=restore)
     cuda_graph._memsaver_pool = own  # type: ignore[attr-defined]  # the pool must live as long as the graph

@@ -45,11 +45,8 @@ class PeerSockets:
         return len(self._peers) + 1
 
     def exchange(self, descriptor: int) -> Mapping[int, int]:
-        """Send a file descriptor to each other rank; return theirs by rank, which the caller closes.
-
-        Raises:
-            MemsaverError: a rank did not send its own within ``TIMEOUT_S``; names it. No later exchange succeeds.
-        """
+        """Send a file descriptor to each other rank; return theirs by rank, which the caller closes. Raises
+        MemsaverError, with the rank, if one did not send its own within ``TIMEOUT_S``; no later exchange succeeds."""
         received: dict[int, int] = {}
         asked = self.rank
         try:
@@ -74,10 +71,7 @@ class PeerBuffers:
 
     def __init__(self, nbytes: int, device_index: int, sockets: PeerSockets) -> None:
         """Make a buffer of zeros and map those of the others. All ranks do so at the same time, in the same order.
-
-        Raises:
-            MemsaverError: as ``SharedBuffer``, ``ImportedBuffer`` and ``PeerSockets.exchange`` do.
-        """
+        Raises MemsaverError as ``SharedBuffer``, ``ImportedBuffer`` and ``PeerSockets.exchange`` do."""
         self.sockets = sockets
         self.device_index = device_index
         self.suspended = False

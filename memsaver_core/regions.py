@@ -23,7 +23,7 @@ def region(
 
     On CUDA a region applies to the thread that enters it; on the host driver also to parameters and buffers of modules
     made inside, whichever thread loads them. Regions nest: the innermost tag applies. With memsaver disabled this does
-    nothing.
+    nothing. Raises ConfigurationError if the tag or policy is invalid, or torch is set up so that regions are defeated.
 
     Args:
         tag: any name; ``weights``, ``kv_cache``, ``cuda_graph`` and ``workspace`` have default policies.
@@ -32,9 +32,6 @@ def region(
         chunk_bytes: the memory comes in pieces of at most this size (rounded up to what the driver maps, 2 MiB on
             CUDA), so that ``resize`` can give a part of it back. Each costs the driver some 60 us in a release with its
             resume: 32 MiB are a good size. By default pieces are as large as possible.
-
-    Raises:
-        ConfigurationError: the tag or policy is invalid, or torch is set up in a way that defeats regions.
     """
     if not tag or not isinstance(tag, str):
         raise ConfigurationError(f"a tag is a name, not {tag!r}")
@@ -54,14 +51,12 @@ def region(
 
 
 def adopt(obj: Adoptable, tag: str, *, restore: PolicyLike | None = None, device: int | None = None) -> Adoptable:
-    """Move existing tensors under ``tag``, in place: a tensor, a module's parameters and buffers, or several tensors.
+    """Move existing tensors under ``tag``, in place, and return ``obj``: a tensor, a module with its parameters and
+    buffers, or several tensors.
 
     The tensor objects stay. Their addresses change once, so adopt before a CUDA graph captures them. Tensors that share
     memory still share it afterwards, if all of them are given. A tensor that is under a tag already stays where it is.
     With memsaver disabled this does nothing.
-
-    Returns:
-        ``obj``.
     """
     if not process.enabled():
         return obj

@@ -153,11 +153,8 @@ def check_backups(tags: Iterable[TagStatus], restore: Mapping[str, str]) -> None
 def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) -> OperationReport:
     """Bring back what is released under ``tags``, at the same addresses, with the content that the policies promise.
 
-    All or nothing. A hibernated process wakes first, whatever the tags.
-
-    Args:
-        tags: which; None or empty for all. A tag that is resident already is success.
-        log: a log to append the phases to.
+    All or nothing; None or empty is all tags, and one that is resident already is success. A hibernated process wakes
+    first, whatever the tags. The phases are appended to ``log``.
 
     Raises:
         UnknownTagError: before anything was done.

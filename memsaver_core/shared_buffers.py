@@ -32,16 +32,8 @@ class SharedBuffer(_native.SharedBuffer):
     """
 
     def __init__(self, device_index: int, nbytes: int) -> None:
-        """Allocate zeros on a device.
-
-        Args:
-            device_index: torch's index of the device.
-            nbytes: size in bytes; rounded up to what the device maps at once (2 MiB on NVIDIA GPUs).
-
-        Raises:
-            ConfigurationError: there is no such device.
-            OutOfDeviceMemoryError: the device has too little free memory.
-        """
+        """Allocate ``nbytes`` zeros, rounded up to what a device maps at once (2 MiB on NVIDIA GPUs), on torch's device
+        ``device_index``. Raises ConfigurationError if there is none, OutOfDeviceMemoryError if it has too little."""
         super().__init__(process.saver(), device_index, nbytes)
 
 
@@ -57,16 +49,9 @@ class ImportedBuffer(_native.ImportedBuffer):
     """
 
     def __init__(self, fd: int, nbytes: int, device_index: int) -> None:
-        """Map the memory of a descriptor for a device of this process.
-
-        Args:
-            fd: a descriptor that ``SharedBuffer.export_fd`` returned; remains the caller's, who may close it now.
-            nbytes: ``SharedBuffer.nbytes``.
-            device_index: torch's index of the device that uses the memory, which may lie on another one.
-
-        Raises:
-            ConfigurationError: there is no such device, or the descriptor is of another size.
-        """
+        """Map the ``SharedBuffer`` of ``nbytes`` that exported ``fd``, which stays the caller's, who may close it now,
+        for torch's device ``device_index``; the memory may lie on another one. Raises ConfigurationError if there is no
+        such device, or the descriptor is of another size."""
         super().__init__(process.saver(), fd, nbytes, device_index)
         _imported.add(self)
 

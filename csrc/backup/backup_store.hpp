@@ -5,14 +5,6 @@
 #include "backup/host_pool.hpp"
 #include "backup/pipeline.hpp"
 #include "backup/shared_store.hpp"
-#include "driver/driver.hpp"
-#include "support/background.hpp"
-#include "support/digest.hpp"
-#include "support/error.hpp"
-#include "support/host_memory.hpp"
-#include "support/log.hpp"
-#include "support/mutex.hpp"
-#include "support/progress.hpp"
 
 namespace memsaver {
 
@@ -101,7 +93,6 @@ class BackupStore {
   [[nodiscard]] SharedStore* shared() const { return shared_.get(); }
   [[nodiscard]] FileStore& files() { return files_; }
   [[nodiscard]] const FileStore& files() const { return files_; }
-  // Returns whether content may be packed.
   [[nodiscard]] bool packs() const { return settings_.pack; }
   // Never returns `automatic`.
   [[nodiscard]] VerifyChoice verify() const {
@@ -115,7 +106,7 @@ class BackupStore {
     if (!block.host.empty() || block.shared) give_host_memory(block, pool_of(device), shared_.get());
     files_.give(std::exchange(block.file, {}));
     block.kept = Kept::nothing;
-    block.has_digest = false;
+    block.digest.reset();
     block.damaged = false;
     block.packed_bytes = 0;
   }
@@ -175,7 +166,6 @@ class BackupStore {
     for (const auto& [node, pool] : pools_) pools.push_back(pool.get());
     return pools;
   }
-  // Returns the sum over all pools.
   [[nodiscard]] HostPoolStatus pool_status() const EXCLUDES(mutex_) {
     HostPoolStatus sum{};
     for (const HostPool* const pool : pools()) {
@@ -199,18 +189,8 @@ class BackupStore {
     if (background_.request()) return;
     warn("no thread can be started to unpin backup memory or to prepare packing; the next operation tries again");
   }
-  // What fails is logged.
-  void work() noexcept EXCLUDES(operation_mutex, mutex_) {
-    try {
-      do_wanted_work();
-    } catch (const std::exception& error) {
-      warn(
-          std::string("work in the background failed, so unused backup memory stays pinned until a later operation: ") +
-          error.what());
-    }
-  }
   // Holds operation_mutex, except while kernels are compiled and memory is given back: that may take long.
-  void do_wanted_work() EXCLUDES(operation_mutex, mutex_) {
+  void work() EXCLUDES(operation_mutex, mutex_) {
     bool trim = false;
     std::vector<int> devices;
     {
@@ -244,7 +224,10 @@ class BackupStore {
   std::map<int, std::unique_ptr<HostPool>> pools_ GUARDED_BY(mutex_);      // by NUMA node
   std::map<int, HostPool*> pool_of_ GUARDED_BY(mutex_);                    // by device
   std::map<int, std::unique_ptr<Pipeline>> pipelines_ GUARDED_BY(mutex_);  // by device
-  Background background_{[this] { work(); }};
+  Background background_{[this] {
+    attempt("work in the background failed, so unused backup memory stays pinned until a later operation",
+            [this] { work(); });
+  }};
 };
 
 }  // namespace memsaver

@@ -6,7 +6,6 @@
 
 #include "support/digest.hpp"
 #include "support/host_memory.hpp"
-#include "support/sizes.hpp"
 
 namespace memsaver {
 
@@ -14,10 +13,10 @@ namespace memsaver {
 // never spans two allocations, so freeing one leaves no partial backup.
 inline constexpr std::size_t kBlockBytes = 32 * kSizeUnit;
 
-// A part of an allocation that holds content.
+// A part of an allocation that holds content, or of the backup file.
 struct Extent {
-  std::size_t offset;  // in the allocation
-  std::size_t bytes;
+  std::size_t offset = 0;  // in the allocation or the file
+  std::size_t bytes = 0;
   friend bool operator==(const Extent& a, const Extent& b) { return a.offset == b.offset && a.bytes == b.bytes; }
 };
 
@@ -27,13 +26,6 @@ struct HostRange {
   std::size_t bytes;
 };
 
-// A part of the backup file.
-struct FileRange {
-  std::uint64_t offset = 0;
-  std::size_t bytes = 0;
-};
-
-// Returns the total bytes of extents or ranges.
 template <typename Range>
 [[nodiscard]] std::size_t sum_of(const std::vector<Range>& ranges) {
   std::size_t sum = 0;
@@ -71,18 +63,16 @@ struct Block {
   std::size_t offset = 0;  // in its allocation
   std::size_t bytes = 0;
   Kept kept = Kept::nothing;
-  bool has_digest = false;
   bool damaged = false;                 // the last resume could not restore it
-  Digest digest;                        // of `extents`, words counted from the start of the allocation
+  std::optional<Digest> digest;         // of `extents`, words counted from the start of the allocation
   std::vector<Extent> extents;          // the content when it was saved
   std::vector<HostRange> host;          // owned by this block, with or without valid content
   std::optional<std::uint32_t> shared;  // `host` is not the pool's but this entry's of the shared store
-  FileRange file;                       // owned by this block, with or without valid content
+  Extent file;                          // owned by this block, with or without valid content
   std::size_t packed_bytes = 0;         // of what is kept in `host` or `file`, if it is packed
   std::size_t expected_bytes = 0;       // what the next backup will take if it can be packed; 0: as much as the content
 
   [[nodiscard]] std::size_t content_bytes() const { return sum_of(extents); }
-  // Returns whether it owns host memory or a part of the file.
   [[nodiscard]] bool has_memory() const { return !host.empty() || file.bytes != 0; }
   // Returns what a backup of `content` bytes is expected to take in host memory or in the file.
   [[nodiscard]] std::size_t expected_for(std::size_t content) const {

@@ -1,12 +1,10 @@
 #pragma once
 
+#include <array>
 #include <deque>
 
 #include "backup/block.hpp"
-#include "driver/driver.hpp"
 #include "driver/handles.hpp"
-#include "support/log.hpp"
-#include "support/sizes.hpp"
 
 namespace memsaver {
 
@@ -50,7 +48,7 @@ class DigestQueue {
   // Throws out_of_host_memory or driver errors.
   DigestQueue(Driver& driver, int device, const DigestKey& key, Stream stream)
       : driver_(driver), device_(device), key_(key), stream_(stream), slots_(driver) {
-    for (auto& slot : slots_->slot) idle_.push_back(&slot);
+    for (auto& slot : *slots_) idle_.push_back(&slot);
   }
   ~DigestQueue() { abandon(); }
 
@@ -93,22 +91,13 @@ class DigestQueue {
   }
   // Waits for all batches and discards their results.
   void abandon() noexcept {
-    while (!batches_.empty()) {
-      try {
-        (void)collect();
-      } catch (const std::exception& error) {
-        warn(std::string("while waiting for a digest to discard: ") + error.what());
-      }
-    }
+    while (!batches_.empty()) attempt("while waiting for a digest to discard", [this] { (void)collect(); });
   }
 
  private:
   struct Slot {
     DigestItem items[kSlotItems];
     Digest results[kSlotItems];
-  };
-  struct Slots {
-    Slot slot[kSlots];
   };
   struct Submitted {
     Slot* slot;
@@ -120,7 +109,7 @@ class DigestQueue {
   const int device_;
   const DigestKey key_;
   const Stream stream_;
-  const Registered<Slots> slots_;
+  const Registered<std::array<Slot, kSlots>> slots_;
   std::vector<Slot*> idle_;
   std::deque<Submitted> batches_;
 };

@@ -8,8 +8,6 @@
 #include <memory>
 
 #include "backup/block.hpp"
-#include "support/error.hpp"
-#include "support/host_memory.hpp"
 #include "support/mutex.hpp"
 #include "support/range_set.hpp"
 #include "support/system.hpp"
@@ -63,7 +61,7 @@ class FileStore {
     return true;
   }
   // Hands out a range of `bytes`, rounded up to pages, whether or not there is space. Throws as check().
-  [[nodiscard]] FileRange take(std::size_t bytes) {
+  [[nodiscard]] Extent take(std::size_t bytes) {
     bytes = to_pages(bytes);
     {
       const Lock lock(file_mutex_);
@@ -72,12 +70,12 @@ class FileStore {
     const Lock lock(mutex_);
     used_ += bytes;
     if (const auto offset = free_.take(bytes)) return {*offset, bytes};
-    const FileRange range{end_, bytes};
+    const Extent range{end_, bytes};
     end_ += bytes;
     return range;
   }
   // Takes a range back; the next punch_holes() gives it to the file system. Makes no system call.
-  void give(const FileRange& range) {
+  void give(const Extent& range) {
     if (range.bytes == 0) return;
     const Lock lock(mutex_);
     given_back_.push_back(range);
@@ -90,7 +88,7 @@ class FileStore {
       if (given_back_.empty()) return;
     }
     const Lock file_lock(file_mutex_);
-    std::vector<FileRange> ranges;
+    std::vector<Extent> ranges;
     {
       const Lock lock(mutex_);
       ranges = std::exchange(given_back_, {});
@@ -104,10 +102,10 @@ class FileStore {
 
   // Transfer a range that is handed out, and wait for it. `memory` must be page-aligned and as large as the range.
   // Throw disk_full or backup (any other failure, a truncated file included): a part is transferred.
-  void write(const FileRange& range, const std::vector<HostRange>& memory) NO_THREAD_SAFETY_ANALYSIS {
+  void write(const Extent& range, const std::vector<HostRange>& memory) NO_THREAD_SAFETY_ANALYSIS {
     if (!transfer("pwrite", sys::pwrite, range, memory)) throw failure("pwrite", ENOSPC, range.bytes);
   }
-  void read(const FileRange& range, const std::vector<HostRange>& memory) NO_THREAD_SAFETY_ANALYSIS {
+  void read(const Extent& range, const std::vector<HostRange>& memory) NO_THREAD_SAFETY_ANALYSIS {
     if (transfer("pread", sys::pread, range, memory)) return;
     throw Error::from_driver(ErrorKind::backup, "pread", "end of file",
                              "the backup file in " + folder_ + " is shorter than what was written to it")
@@ -165,7 +163,7 @@ class FileStore {
   // Calls pread(2) or pwrite(2) until all is transferred. False if a call transfers nothing.
   // Not analysed: the file stays the same while a range of it is handed out.
   template <typename Call>
-  [[nodiscard]] bool transfer(const char* name, const Call& call, const FileRange& range,
+  [[nodiscard]] bool transfer(const char* name, const Call& call, const Extent& range,
                               const std::vector<HostRange>& memory) NO_THREAD_SAFETY_ANALYSIS {
     auto offset = static_cast<off_t>(range.offset);
     for (const auto& part : memory) {
@@ -185,9 +183,9 @@ class FileStore {
   std::string folder_ GUARDED_BY(file_mutex_);
   int file_ GUARDED_BY(file_mutex_) = -1;
 
-  Mutex mutex_;                                           // never held across a system call
-  RangeSet free_ GUARDED_BY(mutex_);                      // holes below end_
-  std::vector<FileRange> given_back_ GUARDED_BY(mutex_);  // no hole punched yet
+  Mutex mutex_;                                        // never held across a system call
+  RangeSet free_ GUARDED_BY(mutex_);                   // holes below end_
+  std::vector<Extent> given_back_ GUARDED_BY(mutex_);  // no hole punched yet
   std::size_t end_ GUARDED_BY(mutex_) = 0;
   std::atomic<std::size_t> used_{0};
 };

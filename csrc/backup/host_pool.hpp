@@ -4,15 +4,9 @@
 #include <deque>
 
 #include "backup/block.hpp"
-#include "driver/driver.hpp"
 #include "driver/handles.hpp"
-#include "support/error.hpp"
-#include "support/host_memory.hpp"
-#include "support/log.hpp"
 #include "support/mutex.hpp"
 #include "support/range_set.hpp"
-#include "support/sizes.hpp"
-#include "support/system.hpp"
 
 namespace memsaver {
 
@@ -124,7 +118,6 @@ class HostPool {
     }
   }
 
-  // Owns bounce memory.
   class Bounce {
    public:
     // Throws as take().
@@ -195,7 +188,7 @@ class HostPool {
   };
   [[nodiscard]] HostMapping make_slice(std::size_t bytes) const {
     check_available(bytes);  // it may have shrunk since the growth began
-    void* const memory = sys::map_memory(bytes, 0);
+    void* const memory = sys::map(bytes);
     madvise(memory, bytes, MADV_DONTFORK);  // pinned pages must not become copy-on-write
     if (bytes >= kHugePage) madvise(memory, bytes, MADV_HUGEPAGE);
     prefer_node(memory, bytes, numa_node_);
@@ -249,13 +242,8 @@ class HostPool {
       const std::size_t bytes = std::min(kSliceBytes, to_pages(target_ - capacity_ - under_way_));
       under_way_ += bytes;
       mutex_.unlock();
-      std::exception_ptr failure;
       std::optional<HostMapping> slice;
-      try {
-        slice.emplace(make_slice(bytes));
-      } catch (...) {
-        failure = std::current_exception();
-      }
+      const std::exception_ptr failure = sys::failure_of([&] { slice.emplace(make_slice(bytes)); });
       mutex_.lock();
       if (slice) {
         touched_.push_back(std::move(*slice));
@@ -275,13 +263,13 @@ class HostPool {
     touched_.pop_front();
     registering_ = true;
     mutex_.unlock();
-    std::exception_ptr failure;
-    try {
-      slice.pin(driver_);
-    } catch (Error& error) {
-      error.with_bytes(slice.bytes());
-      failure = std::current_exception();
-    }
+    const std::exception_ptr failure = sys::failure_of([&] {
+      try {
+        slice.pin(driver_);
+      } catch (Error& error) {
+        throw error.with_bytes(slice.bytes());
+      }
+    });
     mutex_.lock();
     registering_ = false;
     under_way_ -= slice.bytes();

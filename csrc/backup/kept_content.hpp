@@ -1,7 +1,6 @@
 #pragma once
 
 #include "backup/block.hpp"
-#include "support/error.hpp"
 #include "support/packing.hpp"
 #include "support/system.hpp"
 

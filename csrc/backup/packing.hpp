@@ -2,10 +2,6 @@
 
 #include "backup/block.hpp"
 #include "driver/handles.hpp"
-#include "support/error.hpp"
-#include "support/log.hpp"
-#include "support/packing.hpp"
-#include "support/sizes.hpp"
 
 namespace memsaver {
 
@@ -40,7 +36,6 @@ class Packing {
       return false;
     }
   }
-  // Returns whether content is to be packed, and can be.
   [[nodiscard]] bool packs() { return wanted_ && ready(); }
   // Samples content, waits for the samples, and returns how to pack each item. Throws driver errors.
   [[nodiscard]] std::vector<PackEstimate> plan(const std::vector<PackItem>& items, Stream stream) {
@@ -106,7 +101,6 @@ class Packing {
     refused_ = false;
     static_cast<void>(close_memory());
   }
-  // Returns the bytes of the device's memory that are held.
   [[nodiscard]] std::size_t held_bytes() const { return range_ ? range_->memory_bytes() : 0; }
 
  private:

@@ -8,12 +8,7 @@
 #include "backup/host_pool.hpp"
 #include "backup/packing.hpp"
 #include "backup/shared_store.hpp"
-#include "driver/driver.hpp"
-#include "driver/handles.hpp"
-#include "support/error.hpp"
-#include "support/log.hpp"
 #include "support/progress.hpp"
-#include "support/sizes.hpp"
 
 namespace memsaver {
 
@@ -171,16 +166,9 @@ class Pipeline : public PipelineParts {
       if (transfer.done.valid()) transfer.done.wait();
     }
     if (digests_) digests_->abandon();
-    try {
-      wait_for_streams();
-    } catch (const std::exception& error) {
-      warn(std::string("while waiting for copies to end: ") + error.what());
+    if (!attempt("while waiting for copies to end", [this] { wait_for_streams(); })) {
       // A device that cannot be synchronized, either, has lost its context and runs nothing.
-      try {
-        driver.synchronize(device);
-      } catch (const std::exception& failure) {
-        warn(std::string("while waiting for the device: ") + failure.what());
-      }
+      attempt("while waiting for the device", [this] { driver.synchronize(device); });
     }
     try {
       packing.close();

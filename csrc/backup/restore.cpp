@@ -1,11 +1,6 @@
-#include <deque>
-#include <set>
 
 #include "backup/kept_content.hpp"
 #include "backup/pipeline.hpp"
-#include "support/error.hpp"
-#include "support/log.hpp"
-#include "support/system.hpp"
 
 namespace memsaver {
 
@@ -258,11 +253,7 @@ class RestoreTask {
   void pin(const Block& block) {
     if (!block.shared) return;
     const Stopwatch watch(seconds_.host_memory);
-    try {
-      pipeline_.store->pin(block.host);
-    } catch (const Error& error) {
-      warn(std::string("content is restored from memory that is not pinned: ") + error.what());
-    }
+    attempt("content is restored from memory that is not pinned", [&] { pipeline_.store->pin(block.host); });
   }
 
   // Starts to copy a block to the device from `memory`, which must stay until the copies that are queued now are done.
@@ -300,7 +291,7 @@ class RestoreTask {
 
   // Content from the file is always checked: that costs little compared with the read.
   bool is_checked(const Block& block) {
-    return verifying_ && block.has_digest &&
+    return verifying_ && block.digest &&
            (verify_ == VerifyChoice::full || block.kept == Kept::file || samples_++ % kSampleEvery == 0);
   }
 

@@ -1,13 +1,6 @@
-#include <chrono>
-#include <deque>
-#include <iterator>
 #include <limits>
-#include <map>
 
 #include "backup/pipeline.hpp"
-#include "support/error.hpp"
-#include "support/host_memory.hpp"
-#include "support/system.hpp"
 
 namespace memsaver {
 
@@ -73,8 +66,7 @@ class FileWrites {
   // Starts to copy extents of the device memory at `base` to `range`, which is as large, rounded up to pages. The
   // device is read until the copies that are queued now are done, the file written until the result is ready. Throws
   // out_of_host_memory, driver errors or what an earlier write threw: what is under way is among transfers().
-  [[nodiscard]] std::shared_future<void> start(const FileRange& range, Address base,
-                                               const std::vector<Extent>& extents) {
+  [[nodiscard]] std::shared_future<void> start(const Extent& range, Address base, const std::vector<Extent>& extents) {
     limit(kFileTransfers - 1);
     FileTransfer& transfer = transfers_.emplace_back();  // its memory stays until nothing is under way
     transfer.bounce = take_bounce(sum_of(extents));
@@ -253,7 +245,6 @@ class RawFirst {
   std::map<Key, Tag> tags_;
 };
 
-// A block to be copied.
 struct ChangedBlock {
   ContentBlock* content;
   std::optional<Digest> digest;
@@ -329,21 +320,20 @@ class SaveTask {
     left_bytes_ -= bytes;
     const Kept target = content.to_file ? Kept::file : Kept::host;
     block.damaged = false;
-    if (digest && (block.kept == Kept::zero || block.kept == target) && block.has_digest &&
-        block.extents == content.live && block.digest == *digest) {
+    if (digest && (block.kept == Kept::zero || block.kept == target) && block.extents == content.live &&
+        block.digest == digest) {
       content.outcome = ContentBlock::Outcome::unchanged;
       progress_.done_bytes += bytes;
       return true;
     }
     block.kept = Kept::nothing;
     block.extents = content.live;
-    block.has_digest = false;
+    block.digest.reset();
     block.packed_bytes = 0;
     if (bytes != 0 && (!digest || digest->any != 0)) return false;
     give_memory(block);
     block.kept = Kept::zero;
-    block.has_digest = digest.has_value();
-    if (digest) block.digest = *digest;
+    block.digest = digest;
     content.outcome = ContentBlock::Outcome::zero;
     progress_.done_bytes += bytes;
     return true;
@@ -513,8 +503,7 @@ class SaveTask {
       ContentBlock& content = *copied.content;
       Block& block = *content.block;
       block.kept = content.to_file ? Kept::file : Kept::host;
-      block.has_digest = copied.digest.has_value();
-      block.digest = copied.digest.value_or(Digest{});
+      block.digest = copied.digest;
       block.packed_bytes = copied.packed_bytes;
       block.expected_bytes = copied.packed_bytes == 0 ? 0 : block.kept_bytes();
       content.outcome = copied.outcome;

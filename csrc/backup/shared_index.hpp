@@ -281,7 +281,6 @@ class SharedIndex {
     set(layout_.slabs[slab].state, Slab::present, "slab: made");
     wake();
   }
-  // Notes that this member has the slab mapped.
   void set_mapped(std::uint32_t slab) REQUIRES(mutex) { layout_.slabs[slab].mapped |= me(); }
   // Notes that this member unmaps the complete slabs in which no part of `entries` lies, and returns those slabs.
   [[nodiscard]] std::vector<std::uint32_t> unmap_unneeded(const std::vector<std::uint32_t>& entries) REQUIRES(mutex) {

@@ -4,15 +4,7 @@
 #include "backup/host_pool.hpp"
 #include "backup/shared_index.hpp"
 #include "backup/store_sockets.hpp"
-#include "driver/driver.hpp"
-#include "driver/handles.hpp"
 #include "support/background.hpp"
-#include "support/cleanup.hpp"
-#include "support/error.hpp"
-#include "support/host_memory.hpp"
-#include "support/log.hpp"
-#include "support/mutex.hpp"
-#include "support/system.hpp"
 
 namespace memsaver {
 
@@ -72,7 +64,6 @@ class SharedStore {
     if (file_ >= 0) close(file_);
   }
 
-  // Returns the key of all digests in the store.
   [[nodiscard]] const DigestKey& key() const { return index_->key(); }
 
   // Looks for content, as SharedIndex::find_or_claim(). The entry in the answer is this process's until give().
@@ -359,7 +350,7 @@ class SharedStore {
     auto found = slabs_.find(slab);
     if (found == slabs_.end()) {
       const std::size_t bytes = index_->bytes_of(slab);
-      void* const memory = sys::map_file(file_, SharedLayout::slabs_at() + slab * kSlabBytes, bytes);
+      void* const memory = sys::map(bytes, 0, file_, SharedLayout::slabs_at() + slab * kSlabBytes);
       madvise(memory, bytes, MADV_DONTFORK);
       madvise(memory, bytes, MADV_HUGEPAGE);  // if the machine has them for shared memory (shmem_enabled)
       found = slabs_.emplace(slab, HostMapping(memory, bytes)).first;
@@ -421,13 +412,9 @@ class SharedStore {
     }
     for (Slabs* const list : {&again, &slabs}) {
       for (; !list->empty(); list->pop_front()) {
-        try {
-          list->front().unpin();
-        } catch (const Error& error) {
-          warn(std::string("memory of the shared store stays pinned: ") + error.what());
-          const Lock lock(mutex_);
-          still_pinned_.push_back(std::move(list->front()));
-        }
+        if (attempt("memory of the shared store stays pinned", [list] { list->front().unpin(); })) continue;
+        const Lock lock(mutex_);
+        still_pinned_.push_back(std::move(list->front()));
       }
     }
   }

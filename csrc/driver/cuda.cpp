@@ -6,7 +6,6 @@
 #include "driver/driver.hpp"
 #include "driver/nvrtc.hpp"
 #include "driver/packing_kernels.hpp"
-#include "support/error.hpp"
 #include "support/log.hpp"
 #include "support/mutex.hpp"
 
@@ -311,7 +310,6 @@ class CudaDriver final : public Driver {
     for (int i = 0; i < count; ++i) devices_.push_back(std::make_unique<CudaDevice>(calls_, i));
   }
 
-  const char* name() const noexcept override { return "cuda"; }
   int device_count() override { return static_cast<int>(devices_.size()); }
 
   DeviceInfo device_info(int index) override {
@@ -352,12 +350,16 @@ class CudaDriver final : public Driver {
     call(index, api_.mem_address_free, address, bytes);
   }
 
-  Handle create(int index, std::size_t bytes) override { return create(index, bytes, 0); }
+  Handle create(int index, std::size_t bytes, bool exportable) override {
+    const InContext in(at(index));
+    auto properties = at(index).properties();
+    properties.requested_handle_types = exportable ? kHandleFileDescriptor : 0;
+    Handle handle{};
+    calls_(api_.mem_create, &handle, bytes, &properties, 0);
+    return handle;
+  }
   void release(int index, Handle handle, std::size_t) override { call(index, api_.mem_release, handle); }
 
-  Handle create_exportable(int index, std::size_t bytes) override {
-    return create(index, bytes, kHandleFileDescriptor);
-  }
   int export_handle(int index, Handle handle) override {
     int file = -1;
     call(index, api_.mem_export, &file, handle, kHandleFileDescriptor, 0);
@@ -539,15 +541,6 @@ class CudaDriver final : public Driver {
               void** arguments, Stream stream) {
     calls_(api_.launch_kernel, at(index).kernel(source, kernel), static_cast<unsigned>(blocks), 1, 1, threads, 1, 1, 0,
            stream, arguments, nullptr);
-  }
-
-  Handle create(int index, std::size_t bytes, int handle_types) {
-    const InContext in(at(index));
-    auto properties = at(index).properties();
-    properties.requested_handle_types = handle_types;
-    Handle handle{};
-    calls_(api_.mem_create, &handle, bytes, &properties, 0);
-    return handle;
   }
 
   CudaDevice& at(int index) {

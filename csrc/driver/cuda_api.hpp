@@ -5,7 +5,6 @@
 #include <mutex>
 
 #include "driver/driver.hpp"
-#include "support/error.hpp"
 
 // The part of CUDA's driver API that is used, declared here so that the build needs no CUDA toolkit. Types and values
 // are those of cuda.h in CUDA 12 and 13, whose ABI is stable; tests/native compares them if cuda.h is installed.
@@ -14,9 +13,6 @@ namespace memsaver::cuda {
 using Result = int;
 using Device = int;
 using DevicePointer = std::uint64_t;
-using MemHandle = Handle;  // this and the next two: numbers or pointers of 64 bits
-using StreamHandle = Stream;
-using EventHandle = Event;
 using Context = struct ContextObject*;
 using Module = struct ModuleObject*;
 using Function = struct FunctionObject*;
@@ -73,7 +69,6 @@ inline constexpr int kAttributeVirtualMemory = 102;
 inline constexpr int kAttributeRdmaWithVirtualMemory = 110;
 inline constexpr int kAttributeHostNumaId = 134;
 
-// A function and its name.
 template <typename Signature>
 struct EntryPoint;
 template <typename... Parameters>
@@ -112,30 +107,30 @@ struct EntryPoint<Result(Parameters...)> {
   X(mem_address_reserve, "cuMemAddressReserve", 10020,                                                             \
     (DevicePointer*, std::size_t, std::size_t, DevicePointer, unsigned long long))                                 \
   X(mem_address_free, "cuMemAddressFree", 10020, (DevicePointer, std::size_t))                                     \
-  X(mem_create, "cuMemCreate", 10020, (MemHandle*, std::size_t, const AllocationProperties*, unsigned long long))  \
-  X(mem_release, "cuMemRelease", 10020, (MemHandle))                                                               \
-  X(mem_export, "cuMemExportToShareableHandle", 10020, (void*, MemHandle, int, unsigned long long))                \
-  X(mem_import, "cuMemImportFromShareableHandle", 10020, (MemHandle*, void*, int))                                 \
-  X(mem_map, "cuMemMap", 10020, (DevicePointer, std::size_t, std::size_t, MemHandle, unsigned long long))          \
+  X(mem_create, "cuMemCreate", 10020, (Handle*, std::size_t, const AllocationProperties*, unsigned long long))     \
+  X(mem_release, "cuMemRelease", 10020, (Handle))                                                                  \
+  X(mem_export, "cuMemExportToShareableHandle", 10020, (void*, Handle, int, unsigned long long))                   \
+  X(mem_import, "cuMemImportFromShareableHandle", 10020, (Handle*, void*, int))                                    \
+  X(mem_map, "cuMemMap", 10020, (DevicePointer, std::size_t, std::size_t, Handle, unsigned long long))             \
   X(mem_unmap, "cuMemUnmap", 10020, (DevicePointer, std::size_t))                                                  \
   X(mem_set_access, "cuMemSetAccess", 10020, (DevicePointer, std::size_t, const AccessDescriptor*, std::size_t))   \
-  X(copy_to_host_async, "cuMemcpyDtoHAsync", 3020, (void*, DevicePointer, std::size_t, StreamHandle))              \
-  X(copy_to_device_async, "cuMemcpyHtoDAsync", 3020, (DevicePointer, const void*, std::size_t, StreamHandle))      \
-  X(memset_async, "cuMemsetD8Async", 3020, (DevicePointer, unsigned char, std::size_t, StreamHandle))              \
-  X(stream_create, "cuStreamCreate", 2000, (StreamHandle*, unsigned))                                              \
-  X(stream_destroy, "cuStreamDestroy", 4000, (StreamHandle))                                                       \
-  X(stream_wait_event, "cuStreamWaitEvent", 3020, (StreamHandle, EventHandle, unsigned))                           \
-  X(event_create, "cuEventCreate", 2000, (EventHandle*, unsigned))                                                 \
-  X(event_record, "cuEventRecord", 2000, (EventHandle, StreamHandle))                                              \
-  X(event_query, "cuEventQuery", 2000, (EventHandle))                                                              \
-  X(event_synchronize, "cuEventSynchronize", 2000, (EventHandle))                                                  \
+  X(copy_to_host_async, "cuMemcpyDtoHAsync", 3020, (void*, DevicePointer, std::size_t, Stream))                    \
+  X(copy_to_device_async, "cuMemcpyHtoDAsync", 3020, (DevicePointer, const void*, std::size_t, Stream))            \
+  X(memset_async, "cuMemsetD8Async", 3020, (DevicePointer, unsigned char, std::size_t, Stream))                    \
+  X(stream_create, "cuStreamCreate", 2000, (Stream*, unsigned))                                                    \
+  X(stream_destroy, "cuStreamDestroy", 4000, (Stream))                                                             \
+  X(stream_wait_event, "cuStreamWaitEvent", 3020, (Stream, Event, unsigned))                                       \
+  X(event_create, "cuEventCreate", 2000, (Event*, unsigned))                                                       \
+  X(event_record, "cuEventRecord", 2000, (Event, Stream))                                                          \
+  X(event_query, "cuEventQuery", 2000, (Event))                                                                    \
+  X(event_synchronize, "cuEventSynchronize", 2000, (Event))                                                        \
   X(host_register, "cuMemHostRegister", 6050, (void*, std::size_t, unsigned))                                      \
   X(host_unregister, "cuMemHostUnregister", 4000, (void*))                                                         \
   X(host_get_device_pointer, "cuMemHostGetDevicePointer", 3020, (DevicePointer*, void*, unsigned))                 \
   X(module_load_data, "cuModuleLoadData", 2000, (Module*, const void*))                                            \
   X(module_get_function, "cuModuleGetFunction", 2000, (Function*, Module, const char*))                            \
   X(launch_kernel, "cuLaunchKernel", 4000,                                                                         \
-    (Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, StreamHandle, void**, void**))
+    (Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**))
 
 // Functions of libcuda.so.1, opened at run time.
 struct Api {

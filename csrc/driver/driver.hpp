@@ -1,8 +1,6 @@
 #pragma once
 
 #include <memory>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "support/digest.hpp"
@@ -38,7 +36,6 @@ class Driver {
  public:
   virtual ~Driver() = default;
 
-  [[nodiscard]] virtual const char* name() const noexcept = 0;
   [[nodiscard]] virtual int device_count() = 0;
   [[nodiscard]] virtual DeviceInfo device_info(int device) = 0;
   // Returns a snapshot: another process may take the free memory at any time.
@@ -48,14 +45,13 @@ class Driver {
   [[nodiscard]] virtual Address reserve(int device, std::size_t bytes) = 0;
   virtual void unreserve(int device, Address address, std::size_t bytes) = 0;
 
-  // Returns physical memory without an address; its content is undefined. Throws out_of_device_memory.
-  [[nodiscard]] virtual Handle create(int device, std::size_t bytes) = 0;
+  // Returns physical memory without an address; its content is undefined. Other processes can map it as well if it is
+  // `exportable`. Throws out_of_device_memory.
+  [[nodiscard]] virtual Handle create(int device, std::size_t bytes, bool exportable = false) = 0;
   // Gives memory, which must be unmapped, back to the device.
   virtual void release(int device, Handle handle, std::size_t bytes) = 0;
 
-  // As create(), for memory that other processes can map as well.
-  [[nodiscard]] virtual Handle create_exportable(int device, std::size_t bytes) = 0;
-  // Returns a descriptor of such memory for another process to import, which the caller closes. Until then, and
+  // Returns a descriptor of exportable memory for another process to import, which the caller closes. Until then, and
   // while any process has imported it, the memory may stay in use.
   [[nodiscard]] virtual int export_handle(int device, Handle handle) = 0;
   // Returns a handle of memory that another process exported, to be mapped for `device` and released as any other. The
@@ -145,7 +141,6 @@ class Driver {
 // Returns whether libcuda finds a device; if not, `why` says what is missing.
 [[nodiscard]] bool cuda_available(std::string* why) noexcept;
 
-// Returns whether the NVIDIA driver can checkpoint processes.
 [[nodiscard]] bool cuda_can_checkpoint() noexcept;
 
 // Returns whether kernels of `device` can access memory of another device at `address`, because peer access is on;

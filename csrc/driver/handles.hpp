@@ -30,18 +30,14 @@ class RecordedEvent {
 };
 using Recorded = std::shared_ptr<const RecordedEvent>;
 
-// Owns a stream.
 class OwnStream {
  public:
   // Throws driver errors.
   OwnStream(Driver& driver, int device) : driver_(driver), device_(device), stream_(driver.create_stream(device)) {}
   OwnStream(const OwnStream&) = delete;
+  // At process exit the context may be gone.
   ~OwnStream() {
-    try {
-      driver_.destroy_stream(device_, stream_);
-    } catch (const std::exception& error) {
-      warn(std::string("a stream was not destroyed: ") + error.what());  // at process exit the context may be gone
-    }
+    attempt("a stream was not destroyed", [this] { driver_.destroy_stream(device_, stream_); });
   }
   operator Stream() const { return stream_; }
 
@@ -98,7 +94,7 @@ template <typename Value>
 class Registered {
  public:
   // Throws out_of_host_memory or driver errors.
-  explicit Registered(Driver& driver) : memory_(sys::map_memory(sizeof(Value), MAP_POPULATE), sizeof(Value)) {
+  explicit Registered(Driver& driver) : memory_(sys::map(sizeof(Value), MAP_POPULATE), sizeof(Value)) {
     memory_.pin(driver);
   }
   Value& operator*() const { return *static_cast<Value*>(memory_.data()); }

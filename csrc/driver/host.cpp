@@ -9,7 +9,6 @@
 
 #include "driver/driver.hpp"
 #include "driver/host_account.hpp"
-#include "support/error.hpp"
 #include "support/host_memory.hpp"
 
 namespace memsaver {
@@ -144,7 +143,6 @@ class HostDriver final : public Driver {
     if (names.empty()) devices_.push_back(std::make_unique<HostDevice>("", whole));
   }
 
-  const char* name() const noexcept override { return "host"; }
   bool in_host_memory() const noexcept override { return true; }
   int device_count() override { return static_cast<int>(devices_.size()); }
 
@@ -169,9 +167,10 @@ class HostDriver final : public Driver {
     if (munmap(pointer(address), bytes) != 0) throw system_failure("munmap", errno, bytes);
   }
 
-  Handle create(int device, std::size_t bytes) override { return at(device).create(bytes, false); }
+  Handle create(int device, std::size_t bytes, bool exportable) override {
+    return at(device).create(bytes, exportable);
+  }
   void release(int device, Handle handle, std::size_t bytes) override { at(device).release(handle, bytes); }
-  Handle create_exportable(int device, std::size_t bytes) override { return at(device).create(bytes, true); }
   int export_handle(int, Handle handle) override { return HostDevice::export_handle(handle); }
   Handle import_handle(int device, int file, std::size_t bytes) override {
     at(device);

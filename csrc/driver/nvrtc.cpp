@@ -16,15 +16,14 @@ namespace memsaver::cuda {
 
 namespace {
 
-Mutex path_mutex;
-std::string& torch_path() REQUIRES(path_mutex) {
-  static auto* path = new std::string;
-  return *path;
-}
-
 // Held while NVRTC works. A process that ended meanwhile would crash: its exit handlers free what NVRTC uses.
 Mutex compiling;
 bool ended GUARDED_BY(compiling) = false;
+
+std::string& torch_path() REQUIRES(compiling) {
+  static auto* path = new std::string;
+  return *path;
+}
 
 // name, symbol, arguments
 #define MEMSAVER_NVRTC_FUNCTIONS(X)                                                                                \
@@ -43,12 +42,9 @@ struct Nvrtc {
 #undef MEMSAVER_DECLARE
 };
 
-Nvrtc open_nvrtc() {
+Nvrtc open_nvrtc() REQUIRES(compiling) {
   std::vector<std::string> names;
-  {
-    const Lock lock(path_mutex);
-    if (!torch_path().empty()) names.push_back(torch_path());
-  }
+  if (!torch_path().empty()) names.push_back(torch_path());
   for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"}) names.emplace_back(name);
   for (const auto& name : names) {
     void* library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -112,7 +108,7 @@ void write_atomically(const std::string& path, const std::string& content) {
 }  // namespace
 
 void set_nvrtc_path(const std::string& path) {
-  const Lock lock(path_mutex);
+  const Lock lock(compiling);
   torch_path() = path;
 }
 

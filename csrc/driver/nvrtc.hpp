@@ -14,7 +14,7 @@ void set_nvrtc_path(const std::string& path);
 // compiler. Throws configuration if NVRTC is missing or rejects the source, and after end_compiling().
 [[nodiscard]] std::string compile(const std::string& name, const std::string& source, const std::string& architecture);
 
-// For the end of the process: waits up to two seconds for what is being compiled, and lets nothing be compiled later.
+// For the end of the process: waits for what is being compiled, and lets nothing be compiled later.
 void end_compiling() noexcept;
 
 }  // namespace memsaver::cuda

@@ -7,7 +7,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <sstream>
-#include <utility>
 
 #include "hibernate/nvml.hpp"
 

@@ -4,9 +4,6 @@
 
 #include "hooks/preload_interface.hpp"
 #include "hooks/torch_allocator.hpp"
-#include "support/error.hpp"
-#include "support/log.hpp"
-#include "vmm/saver.hpp"
 
 namespace memsaver {
 

@@ -1,8 +1,5 @@
 #pragma once
 
-#include <set>
-#include <string>
-
 #include "vmm/settings.hpp"
 
 namespace memsaver {

@@ -1,42 +1,28 @@
 #include "hooks/torch_allocator.hpp"
 
-#include <sys/types.h>
-
-#include <atomic>
-#include <vector>
-
-#include "support/error.hpp"
-#include "support/log.hpp"
-#include "support/mutex.hpp"
-
 namespace memsaver {
 
 namespace {
 
-struct Region {
-  std::string tag;
-  Restore restore;
-  std::size_t chunk_bytes;
-};
-
 std::atomic<Saver*> saver{nullptr};
 Mutex regions_mutex;
-std::vector<Region>& regions() REQUIRES(regions_mutex) {
-  static auto* list = new std::vector<Region>;
+// By number; the device is another one at each call.
+std::vector<Arena::Key>& regions() REQUIRES(regions_mutex) {
+  static auto* list = new std::vector<Arena::Key>;
   return *list;
 }
 
 // Returns null on failure: torch frees its caches, retries, raises OutOfMemoryError. Torch holds its allocator's lock.
 void* allocate(int region, ssize_t bytes, int device) noexcept {
   try {
-    Region copy;
+    Arena::Key key;
     {
       const Lock lock(regions_mutex);
-      copy = regions().at(static_cast<std::size_t>(region));
+      key = regions().at(static_cast<std::size_t>(region));
     }
+    key.device = device;
     Saver* const active = active_saver();
     if (active == nullptr) throw Error(ErrorKind::configuration, "memsaver is not set up");
-    const Arena::Key key{device, copy.tag, copy.restore, copy.chunk_bytes};
     return reinterpret_cast<void*>(active->allocate(key, static_cast<std::size_t>(bytes)));
   } catch (const Error& error) {
     if (error.kind != ErrorKind::out_of_device_memory) warn(error.what());
@@ -68,7 +54,7 @@ int allocator_for(const std::string& tag, Restore restore, std::size_t chunk_byt
   const Lock lock(regions_mutex);
   auto& list = regions();
   for (std::size_t i = 0; i < list.size(); ++i) {
-    const Region& each = list[i];
+    const Arena::Key& each = list[i];
     if (each.tag == tag && each.restore == restore && each.chunk_bytes == chunk_bytes) return static_cast<int>(i);
   }
   if (list.size() == kAllocators) {
@@ -77,7 +63,7 @@ int allocator_for(const std::string& tag, Restore restore, std::size_t chunk_byt
         .with_tag(tag)
         .with_advice("use fewer tags");
   }
-  list.push_back({tag, restore, chunk_bytes});
+  list.push_back({0, tag, restore, chunk_bytes});
   return static_cast<int>(list.size() - 1);
 }
 

@@ -1,16 +1,8 @@
 #include "python/bindings.hpp"
 
-#include <array>
-#include <map>
-#include <tuple>
-
-#include "backup/digest_queue.hpp"
-#include "driver/driver.hpp"
 #include "driver/nvrtc.hpp"
 #include "hooks/preload.hpp"
 #include "hooks/torch_allocator.hpp"
-#include "support/digest.hpp"
-#include "support/host_memory.hpp"
 #include "vmm/shared_buffer.hpp"
 
 namespace memsaver::python {
@@ -20,7 +12,6 @@ namespace {
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using Words = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>;
 
-// A field under its name.
 #define FIELD(name) py::arg(#name) = value.name
 
 py::dict to_dict(const PipelineSeconds& seconds) {

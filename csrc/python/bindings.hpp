@@ -3,11 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-#include <functional>
-
-#include "driver/driver.hpp"
-#include "support/error.hpp"
 #include "vmm/saver.hpp"
 
 namespace memsaver::python {

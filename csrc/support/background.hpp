@@ -45,12 +45,7 @@ class Background {
     const Lock lock(mutex_);
     while (std::exchange(requested_, false)) {
       mutex_.unlock();
-      std::exception_ptr failure;
-      try {
-        work_();
-      } catch (...) {
-        failure = std::current_exception();
-      }
+      const std::exception_ptr failure = sys::failure_of(work_);
       mutex_.lock();
       failure_ = failure;
     }

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <functional>
 #include <utility>
 #include <vector>
 
@@ -24,11 +23,7 @@ class Cleanup {
     while (!steps_.empty()) {
       const auto step = std::move(steps_.back());
       steps_.pop_back();
-      try {
-        step();
-      } catch (const std::exception& error) {
-        warn(std::string("while undoing: ") + error.what());
-      }
+      attempt("while undoing", step);
     }
   }
 

@@ -55,7 +55,6 @@ struct DigestItem {
   return key;
 }
 
-// Returns the digest of memory of this process.
 [[nodiscard]] inline Digest digest_on_host(const DigestKey& key, const DigestItem& item) {
   const auto fold = [](std::uint64_t a, std::uint64_t b) {
     __extension__ using Wide = unsigned __int128;

@@ -14,7 +14,7 @@ namespace memsaver {
 // Above a function, as far as its signature does not say it: what it does with its parameters, what it returns, and
 // "Throws <kind>: <what holds then>", by the names below; "driver errors" are out_of_device_memory, driver and
 // context_lost. A function without "Throws" throws nothing but std::bad_alloc. Sizes are in bytes. No file includes a
-// system header that a project header which it includes names already.
+// header of the system or of a lower room that another one of its includes brings.
 enum class ErrorKind {
   out_of_device_memory,
   out_of_host_memory,
@@ -30,9 +30,7 @@ enum class ErrorKind {
 class Error : public std::runtime_error {
  public:
   Error(ErrorKind error_kind, std::string message)
-      : std::runtime_error(message), kind(error_kind), message_(std::move(message)) {
-    compose();
-  }
+      : std::runtime_error(message), kind(error_kind), text_(std::move(message)) {}
 
   // Returns the error of a failed call: its name and the name of its error, as the driver or the system spells them.
   static Error from_driver(ErrorKind kind, std::string call, std::string code, std::string detail) {
@@ -78,7 +76,7 @@ class Error : public std::runtime_error {
     return compose();
   }
   Error& compose() {
-    text_ = message_;
+    text_ = std::runtime_error::what();
     std::string about;
     const auto add = [&about](const std::string& part) { about += (about.empty() ? " [" : ", ") + part; };
     if (!tag.empty()) add("tag '" + tag + "'");
@@ -97,7 +95,6 @@ class Error : public std::runtime_error {
     if (!advice_.empty()) text_ += "; " + advice_;
     return *this;
   }
-  std::string message_;
   std::string advice_;
   std::string text_;
 };

@@ -6,7 +6,6 @@
 #include <limits>
 #include <memory>
 
-#include "support/error.hpp"
 #include "support/system.hpp"
 
 namespace memsaver {

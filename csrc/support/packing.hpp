@@ -38,7 +38,6 @@ struct PackedHeader {
 };
 static_assert(sizeof(PackedHeader) == 64);
 
-// How to pack content.
 struct PackPlan {
   std::uint32_t element_bytes = 0;  // 2 or 4; 0: not worth it
   std::uint8_t exponents[8] = {};   // by code; the last one is 0
@@ -68,12 +67,10 @@ struct PackItem {
   return sizeof(PackedHeader) + groups * ((element_bytes - 1) * kPackedGroup + 3 * kPackedGroup / 8 + 4);
 }
 
-// What a sample says of packing content.
 struct PackEstimate {
   PackPlan plan;      // that makes it smallest; none if it would take more than packed_limit()
   std::size_t bytes;  // that it is expected to take, kept as the plan says
 };
-// Returns the best plan for `bytes` of content.
 [[nodiscard]] PackEstimate plan_packing(const ExponentSample& sample, std::size_t bytes);
 
 // What drivers do, on memory of this process; addresses need no alignment. Overwrites `sample`.

@@ -43,23 +43,17 @@ inline bool allowed(const char* call, std::size_t& bytes) {
 
 inline bool refused(const char* call, std::size_t bytes = 0) { return !allowed(call, bytes); }
 
-inline void* map(std::size_t bytes, int flags, int file, off_t offset) {
+// mmap(2) of readable and writable memory: private, with `flags` added, or, of a part of `file`, shared. Throws
+// out_of_host_memory.
+[[nodiscard]] inline void* map(std::size_t bytes, int flags = 0, int file = -1, std::size_t offset = 0) {
+  flags |= file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
   if (!refused("mmap", bytes)) {
-    void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file, offset);
+    void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file, static_cast<off_t>(offset));
     if (memory != MAP_FAILED) return memory;
   }
   throw Error::from_errno(ErrorKind::out_of_host_memory, "mmap", errno).with_bytes(bytes);
 }
 
-// mmap(2) of readable and writable private memory; `flags` are added to MAP_PRIVATE | MAP_ANONYMOUS. Throws
-// out_of_host_memory.
-[[nodiscard]] inline void* map_memory(std::size_t bytes, int flags) {
-  return map(bytes, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
-}
-// mmap(2) of a part of a file, readable, writable and shared. Throws out_of_host_memory.
-[[nodiscard]] inline void* map_file(int file, std::size_t offset, std::size_t bytes) {
-  return map(bytes, MAP_SHARED, file, static_cast<off_t>(offset));
-}
 // Allocates the pages of mapped memory. Returns 0 or the errno: ENOMEM, EFAULT (before Linux 5.14 SIGBUS) without any.
 [[nodiscard]] inline int make_pages(void* memory, std::size_t bytes) {
   constexpr int populate_write = 23;  // MADV_POPULATE_WRITE, which older headers lack
@@ -102,6 +96,16 @@ inline void punch_hole(int file, std::size_t offset, std::size_t bytes) {
                      static_cast<off_t>(bytes));
 }
 
+// Returns what `call` throws; null if nothing.
+template <typename Call>
+[[nodiscard]] std::exception_ptr failure_of(const Call& call) {
+  try {
+    call();
+    return nullptr;
+  } catch (...) {
+    return std::current_exception();
+  }
+}
 // Returns a thread that runs `task`; nothing if the system refuses one.
 [[nodiscard]] inline std::optional<std::thread> start_thread(std::function<void()> task) {
   if (refused("thread")) return std::nullopt;
@@ -115,13 +119,7 @@ inline void punch_hole(int file, std::size_t offset, std::size_t bytes) {
 // a new one if the system starts it. Throws what the first part that failed threw.
 inline void run_in_threads(std::size_t parts, const std::function<void(std::size_t)>& work) {
   std::vector<std::exception_ptr> failures(parts);
-  const auto run = [&](std::size_t part) {
-    try {
-      work(part);
-    } catch (...) {
-      failures[part] = std::current_exception();
-    }
-  };
+  const auto run = [&](std::size_t part) { failures[part] = failure_of([&] { work(part); }); };
   std::vector<std::thread> started;
   for (std::size_t part = 1; part < parts; ++part) {
     if (auto thread = start_thread([&run, part] { run(part); })) {

@@ -1,11 +1,7 @@
 #pragma once
 
-#include <set>
 #include <tuple>
 
-#include "driver/driver.hpp"
-#include "support/range_set.hpp"
-#include "support/sizes.hpp"
 #include "vmm/settings.hpp"
 
 namespace memsaver {
@@ -198,14 +194,15 @@ class Arena {
     }
     return policies;
   }
-  // Returns whether the last resume failed to restore some content from its backup.
-  [[nodiscard]] bool damaged() const {
-    return std::any_of(allocations_.begin(), allocations_.end(), [](const auto& each) {
-      const auto& blocks = each.second.blocks;
-      return std::any_of(blocks.begin(), blocks.end(), [](const Block& block) { return block.damaged; });
-    });
-  }
 
+  // Returns the blocks of all allocations, each with the address of its allocation.
+  [[nodiscard]] std::vector<std::pair<Address, Block*>> blocks() {
+    std::vector<std::pair<Address, Block*>> all;
+    for (auto& [address, allocation] : allocations_) {
+      for (auto& block : allocation.blocks) all.emplace_back(address, &block);
+    }
+    return all;
+  }
   [[nodiscard]] std::map<Address, Allocation>& allocations() { return allocations_; }
   [[nodiscard]] const std::map<Address, Allocation>& allocations() const { return allocations_; }
   [[nodiscard]] const std::map<Address, Chunk>& chunks() const { return chunks_; }

@@ -1,9 +1,5 @@
 #pragma once
 
-#include "backup/backup_store.hpp"
-#include "driver/driver.hpp"
-#include "support/mutex.hpp"
-#include "support/progress.hpp"
 #include "vmm/arena.hpp"
 #include "vmm/reports.hpp"
 

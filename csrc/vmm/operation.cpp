@@ -1,15 +1,7 @@
 // The operations of a Saver; saver.hpp has their contracts.
 
-#include <algorithm>
-#include <chrono>
 #include <cmath>
-#include <set>
 
-#include "support/cleanup.hpp"
-#include "support/error.hpp"
-#include "support/log.hpp"
-#include "support/sizes.hpp"
-#include "support/system.hpp"
 #include "vmm/saver.hpp"
 
 namespace memsaver {
@@ -21,14 +13,14 @@ namespace {
 constexpr std::size_t kSmallestGap = kSizeUnit / 16;
 constexpr std::size_t kFirstMemory = 64 * kSizeUnit;
 
-// Returns the parts of a block that hold content: all but `dead`, which is in address order.
-std::vector<Extent> live_extents(const Allocation& allocation, const Block& block,
-                                 const std::vector<RangeSet::Range>& dead) {
+// Returns the parts of a block that hold content: all but `dead`, which is in address order. `base` is the address of
+// its allocation.
+std::vector<Extent> live_extents(Address base, const Block& block, const std::vector<RangeSet::Range>& dead) {
   std::vector<Extent> extents;
-  const Address begin = allocation.address + block.offset;
+  const Address begin = base + block.offset;
   const Address end = begin + block.bytes;
   const auto add = [&](Address from, Address to) {
-    if (from < to) extents.push_back({from - allocation.address, to - from});
+    if (from < to) extents.push_back({from - base, to - from});
   };
   auto range = std::partition_point(dead.begin(), dead.end(),
                                     [&](const auto& each) { return each.begin + each.bytes <= begin; });
@@ -104,12 +96,11 @@ class Saver::Operation {
   // What an operation does on one device.
   struct Work {
     int device = -1;
-    std::vector<ContentBlock> blocks;                 // content to keep or restore
-    std::vector<PlannedChunk> kept;                   // chunks under content
-    std::vector<PlannedChunk> others;                 // chunks whose content is not kept
-    std::vector<PlannedChunk> going;                  // chunks that a resize gives back
-    std::map<std::string, std::size_t> lost_bytes;    // given to the driver, by tag
-    std::map<std::string, std::size_t> gained_bytes;  // mapped, by tag
+    std::vector<ContentBlock> blocks;               // content to keep or restore
+    std::vector<PlannedChunk> kept;                 // chunks under content
+    std::vector<PlannedChunk> others;               // chunks whose content is not kept
+    std::vector<PlannedChunk> going;                // chunks that a resize gives back
+    std::map<std::string, std::size_t> lost_bytes;  // given to the driver, by tag
     std::size_t freed_bytes = 0;
     double first_memory_seconds = 0;
     std::vector<PlannedChunk> acquired;
@@ -168,13 +159,11 @@ class Saver::Operation {
     if (wanted.ranges().empty()) return;
     Work& work = on(arena.key().device);
     bool kept = false;
-    for (auto& [address, allocation] : arena.allocations()) {
-      for (auto& block : allocation.blocks) {
-        if (block.kept == Kept::nothing || !wanted.contains(address + block.offset, block.bytes)) continue;
-        kept = true;
-        content_bytes_ += block.content_bytes();
-        work.blocks.push_back({arena.key().tag, address, &block, {}});
-      }
+    for (const auto& [base, block] : arena.blocks()) {
+      if (block->kept == Kept::nothing || !wanted.contains(base + block->offset, block->bytes)) continue;
+      kept = true;
+      content_bytes_ += block->content_bytes();
+      work.blocks.push_back({arena.key().tag, base, block, {}});
     }
     for (const auto& [begin, whole] : wanted.ranges()) {
       for (const auto& [at, bytes] : arena.in_chunks({begin, whole})) {
@@ -228,12 +217,9 @@ class Saver::Operation {
     on_each_device([&](Work& device) REQUIRES(saver_.backups_.operation_mutex) { restore(device, map_first); });
     const Lock lock(saver_.map_.mutex);
     for (auto& [index, device] : devices_) {
-      for (const auto& planned : device.acquired) {
-        planned.arena->add_chunk(planned.chunk);
-        device.gained_bytes[planned.arena->key().tag] += planned.chunk.bytes;
-      }
+      for (const auto& planned : device.acquired) planned.arena->add_chunk(planned.chunk);
+      device.undo.dismiss();
     }
-    for (auto& [index, device] : devices_) device.undo.dismiss();
   }
 
   [[nodiscard]] double seconds() const {
@@ -329,9 +315,9 @@ class Saver::Operation {
         tags[tag].released_bytes += bytes;
         tags[tag].already = false;
       }
-      for (const auto& [tag, bytes] : device.gained_bytes) {
-        tags[tag].resumed_bytes += bytes;
-        tags[tag].already = false;
+      for (const auto& [arena, chunk, restore] : device.acquired) {
+        tags[arena->key().tag].resumed_bytes += chunk.bytes;
+        tags[arena->key().tag].already = false;
       }
       for (const auto& content : device.blocks) {
         TagOutcome& outcome = tags[content.tag];
@@ -371,21 +357,19 @@ class Saver::Release final : public Operation {
       (keeps_content(restore) ? work.kept : work.others).push_back({&arena, chunk, restore});
     }
     if (keeps_content(restore)) arena.make_blocks();
-    for (auto& [address, allocation] : arena.allocations()) {
-      for (auto& block : allocation.blocks) {
-        if (!arena.is_mapped(address + block.offset, block.bytes)) continue;
-        if (keeps_content(restore)) {
-          plan_backup(arena, restore, allocation, block, work);
-        } else {
-          saver_.backups_.give_back(block, device);  // a backup older than the resident content is stale
-        }
+    for (const auto& [base, block] : arena.blocks()) {
+      if (!arena.is_mapped(base + block->offset, block->bytes)) continue;
+      if (keeps_content(restore)) {
+        plan_backup(arena, restore, base, *block, work);
+      } else {
+        saver_.backups_.give_back(*block, device);  // a backup older than the resident content is stale
       }
     }
   }
 
-  void plan_backup(const Arena& arena, Restore restore, const Allocation& allocation, Block& block, Work& work)
+  void plan_backup(const Arena& arena, Restore restore, Address base, Block& block, Work& work)
       REQUIRES(saver_.map_.mutex) {
-    const auto extents = live_extents(allocation, block, dead_);
+    const auto extents = live_extents(base, block, dead_);
     const std::size_t live = sum_of(extents);
     const bool to_file = restore == Restore::file;
     content_bytes_ += live;
@@ -396,7 +380,7 @@ class Saver::Release final : public Operation {
     } else if (const std::size_t bytes = beyond(block.expected_for(live), sum_of(block.host))) {
       host_bytes_[&saver_.backups_.pool_of(work.device)] += bytes;
     }
-    work.blocks.push_back({arena.key().tag, allocation.address, &block, extents, to_file});
+    work.blocks.push_back({arena.key().tag, base, &block, extents, to_file});
   }
 
   void run() REQUIRES(saver_.backups_.operation_mutex) override {
@@ -493,12 +477,11 @@ class Saver::Release final : public Operation {
     for (Arena* const arena : arenas_) {
       const auto changed = overrides_.find(arena->key().tag);
       if (changed == overrides_.end() || keeps_content(changed->second)) continue;
-      if (!arena->damaged()) continue;
-      for (auto& [address, allocation] : arena->allocations()) {
-        for (auto& block : allocation.blocks) {
-          if (arena->is_mapped(address + block.offset, block.bytes)) continue;
-          saver_.backups_.give_back(block, arena->key().device);
-        }
+      const auto blocks = arena->blocks();
+      if (std::none_of(blocks.begin(), blocks.end(), [](const auto& each) { return each.second->damaged; })) continue;
+      for (const auto& [base, block] : blocks) {
+        if (arena->is_mapped(base + block->offset, block->bytes)) continue;
+        saver_.backups_.give_back(*block, arena->key().device);
       }
       arena->set_released_under(changed->second);
     }
@@ -611,12 +594,10 @@ class Saver::Resize final : public Operation {
     const Lock lock(saver_.map_.mutex);
     for (auto& [index, device] : devices_) {
       for (const auto& [arena, chunk, restore] : device.going) {
-        for (auto& [address, allocation] : arena->allocations()) {
-          for (auto& block : allocation.blocks) {
-            const Address begin = address + block.offset;
-            const bool inside = begin >= chunk.address && begin < chunk.address + chunk.bytes;
-            if (inside) saver_.backups_.give_back(block, index);
-          }
+        for (const auto& [base, block] : arena->blocks()) {
+          const Address begin = base + block->offset;
+          const bool inside = begin >= chunk.address && begin < chunk.address + chunk.bytes;
+          if (inside) saver_.backups_.give_back(*block, index);
         }
       }
     }
@@ -661,11 +642,9 @@ class Saver::Expectation final : public Operation {
     arena.make_blocks();
     Work& work = on(arena.key().device);
     for (const auto& [address, chunk] : arena.chunks()) work.kept.push_back({&arena, chunk, Restore::host});
-    for (auto& [address, allocation] : arena.allocations()) {
-      for (auto& block : allocation.blocks) {
-        if (!arena.is_mapped(address + block.offset, block.bytes)) continue;
-        work.blocks.push_back({arena.key().tag, address, &block, {{block.offset, block.bytes}}});
-      }
+    for (const auto& [base, block] : arena.blocks()) {
+      if (!arena.is_mapped(base + block->offset, block->bytes)) continue;
+      work.blocks.push_back({arena.key().tag, base, block, {{block->offset, block->bytes}}});
     }
   }
 

@@ -1,31 +1,9 @@
 #pragma once
 
-#include <unistd.h>
-
-#include <exception>
-
-#include "driver/driver.hpp"
-#include "support/cleanup.hpp"
-#include "support/error.hpp"
-#include "support/log.hpp"
-#include "support/mutex.hpp"
-#include "support/range_set.hpp"
-#include "support/sizes.hpp"
 #include "vmm/arena.hpp"
 #include "vmm/memory_map.hpp"
 
 namespace memsaver {
-
-// Makes a call whose failure is only logged, after `what`. Returns whether it succeeded.
-inline bool attempt(const char* what, const std::function<void()>& call) {
-  try {
-    call();
-    return true;
-  } catch (const std::exception& error) {
-    warn(std::string(what) + ": " + error.what());
-    return false;
-  }
-}
 
 // Adds the needed and the free bytes to an out_of_device_memory error that lacks them.
 inline void add_free_memory(Error& error, Driver& driver, int device, std::size_t bytes) {
@@ -243,7 +221,7 @@ class PhysicalMemory {
   }
   // Tries once. Returns whether nothing is left; else `orphan`, and its entry in the list if any, say what is left.
   bool try_give_back(Orphan& orphan) noexcept EXCLUDES(map_.mutex, orphans_mutex_) {
-    try {
+    return attempt("device memory was not given back, the next operation tries again", [&] {
       if (orphan.mapped_at != 0) {
         driver_.unmap(orphan.device, orphan.mapped_at, orphan.bytes);
         orphan.mapped_at = 0;
@@ -255,11 +233,7 @@ class PhysicalMemory {
         }
       }
       driver_.release(orphan.device, orphan.handle, orphan.bytes);
-    } catch (const Error& error) {
-      warn(std::string("device memory was not given back, the next operation tries again: ") + error.what());
-      return false;
-    }
-    return true;
+    });
   }
   void add(Orphan orphan) EXCLUDES(orphans_mutex_) {
     const Lock lock(orphans_mutex_);

@@ -1,9 +1,6 @@
 #pragma once
 
-#include "backup/block.hpp"
-#include "backup/host_pool.hpp"
 #include "backup/pipeline.hpp"
-#include "backup/shared_store.hpp"
 
 namespace memsaver {
 
@@ -44,7 +41,6 @@ struct SaverStatus {
   double operation_seconds = 0;
 };
 
-// The backup of a range of memory.
 struct BackupView {
   std::string tag;
   bool released = false;         // some of the range has no memory now
@@ -52,7 +48,6 @@ struct BackupView {
   const void* memory = nullptr;  // its address, if it is contiguous in host memory
 };
 
-// What an operation did to one tag.
 struct TagOutcome {
   std::string tag;
   std::string restore;  // the policy that it was released under, else its own; "mixed" if there are several

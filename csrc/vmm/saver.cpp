@@ -1,12 +1,6 @@
 #include "vmm/saver.hpp"
 
-#include <optional>
-#include <set>
-
 #include "backup/kept_content.hpp"
-#include "support/cleanup.hpp"
-#include "support/error.hpp"
-#include "support/sizes.hpp"
 
 namespace memsaver {
 
@@ -122,10 +116,8 @@ std::vector<Chunk> Saver::remove(Arena& arena, Address address) {
 void Saver::drop_resident(const Tags& tags) {
   const Lock lock(map_.mutex);
   for (Arena* const arena : map_.select(tags)) {
-    for (auto& [address, allocation] : arena->allocations()) {
-      for (auto& block : allocation.blocks) {
-        if (arena->is_mapped(address + block.offset, block.bytes)) backups_.give_back(block, arena->key().device);
-      }
+    for (const auto& [base, block] : arena->blocks()) {
+      if (arena->is_mapped(base + block->offset, block->bytes)) backups_.give_back(*block, arena->key().device);
     }
   }
 }

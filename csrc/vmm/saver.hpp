@@ -1,9 +1,5 @@
 #pragma once
 
-#include "backup/backup_store.hpp"
-#include "driver/driver.hpp"
-#include "support/progress.hpp"
-#include "support/range_set.hpp"
 #include "vmm/memory_map.hpp"
 #include "vmm/physical_memory.hpp"
 #include "vmm/reports.hpp"

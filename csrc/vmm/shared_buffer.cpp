@@ -1,10 +1,5 @@
 #include "vmm/shared_buffer.hpp"
 
-#include "support/cleanup.hpp"
-#include "support/error.hpp"
-#include "support/log.hpp"
-#include "support/sizes.hpp"
-#include "support/system.hpp"
 #include "vmm/physical_memory.hpp"
 
 namespace memsaver {
@@ -18,14 +13,11 @@ FixedRange::FixedRange(Saver& saver, int device, std::size_t bytes)
 }
 
 FixedRange::~FixedRange() {
-  try {
-    if (!saver_.ended()) {
-      unmap();
-      range_->close();
-    }
-  } catch (const std::exception& error) {
-    warn(std::string("a shared buffer was not given back: ") + error.what());
-  }
+  attempt("a shared buffer was not given back", [this] {
+    if (saver_.ended()) return;
+    unmap();
+    range_->close();
+  });
   range_->abandon();
 }
 
@@ -63,7 +55,7 @@ void FixedRange::named(const std::function<void()>& function) const {
 
 SharedBuffer::SharedBuffer(Saver& saver, int device, std::size_t bytes) : FixedRange(saver, device, bytes) {
   named([&] {
-    map([&] { return driver_.create_exportable(device_, bytes_); });
+    map([&] { return driver_.create(device_, bytes_, true); });
     run([&](Stream stream) { driver_.fill_zero(device_, address(), bytes_, stream); });
   });
 }
@@ -83,7 +75,7 @@ void SharedBuffer::release() {
   named([&]() REQUIRES(mutex_) {
     if (content_) return unmap();  // what an earlier failure left
     driver_.synchronize(device_);
-    auto content = std::make_unique<HostMapping>(sys::map_memory(bytes_, 0), bytes_);
+    auto content = std::make_unique<HostMapping>(sys::map(bytes_), bytes_);
     run([&](Stream stream) { driver_.copy_to_host(device_, content->data(), address(), bytes_, stream); });
     const Cleanup at_end([&]() REQUIRES(mutex_) {
       if (!range_->accessible()) content_ = std::move(content);
@@ -97,7 +89,7 @@ void SharedBuffer::restore() {
   named([&]() REQUIRES(mutex_) {
     if (!content_) return;
     // It is accessible if the undo of an earlier failure failed.
-    if (!range_->accessible()) map([&] { return driver_.create_exportable(device_, bytes_); });
+    if (!range_->accessible()) map([&] { return driver_.create(device_, bytes_, true); });
     Cleanup undo([&] { unmap(); });
     run([&](Stream stream)
             REQUIRES(mutex_) { driver_.copy_to_device(device_, address(), content_->data(), bytes_, stream); });

@@ -1,8 +1,5 @@
 #pragma once
 
-#include "driver/driver.hpp"
-#include "driver/handles.hpp"
-#include "support/mutex.hpp"
 #include "vmm/saver.hpp"
 
 namespace memsaver {

@@ -1,9 +1,5 @@
 #pragma once
 
-#include "driver/driver.hpp"
-#include "support/error.hpp"
-#include "support/log.hpp"
-#include "support/mutex.hpp"
 #include "vmm/memory_map.hpp"
 #include "vmm/physical_memory.hpp"
 
@@ -21,7 +17,7 @@ class ThreadStacks {
   // Lowers the limit on every device on which no memory under a tag is resident or reserved: its engine runs no kernel.
   // What the driver refuses is logged.
   void lower() noexcept EXCLUDES(map_.mutex, mutex_) {
-    try {
+    attempt("the stacks of kernels stay on the device", [this] {
       const auto reserved = physical_.reserved_by_device();
       for (const int device : map_.devices()) {
         bool idle = reserved.count(device) == 0;
@@ -38,9 +34,7 @@ class ThreadStacks {
         limits_[device] = std::max(limits_[device], limit);
         driver_.set_stack_limit(device, kSmallestStack);
       }
-    } catch (const std::exception& error) {
-      warn(std::string("the stacks of kernels stay on the device: ") + error.what());
-    }
+    });
   }
   // Raises the limit of a device to what it was. Throws driver errors: the limit is as before the call.
   void raise(int device) EXCLUDES(mutex_) {

@@ -101,23 +101,13 @@ class CudaBackend(Backend):
             pool = tuple(segment["segment_pool_id"])
             if not saver.owns(segment["address"]) or (pool != _DEFAULT_POOL_ID and pool not in self._region_pool_ids):
                 continue
-            address = segment["address"]
-            for block in segment["blocks"]:
-                if block["state"] == "inactive":
-                    dead.append((address, block["size"]))
-                address += block["size"]
+            dead += [(block["address"], block["size"]) for block in segment["blocks"] if block["state"] == "inactive"]
         return sorted(dead)
 
     def ends(self, saver: _native.Saver, storages: Iterable[torch.UntypedStorage]) -> dict[int, int]:
         wanted = {storage.data_ptr() for storage in storages}
-        ends = {}
-        for segment in torch.cuda.memory_snapshot():
-            address = segment["address"]
-            for block in segment["blocks"]:
-                if address in wanted:
-                    ends[address] = address + block["size"]
-                address += block["size"]
-        return ends
+        blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
+        return {each["address"]: each["address"] + each["size"] for each in blocks if each["address"] in wanted}
 
     def make_room(self) -> bool:
         torch.cuda.empty_cache()

@@ -70,17 +70,15 @@ class HostRegion(TorchDispatchMode):
         fresh = [
             tensor
             for tensor in tree_leaves(result)
-            if is_plain(tensor)
-            and tensor.device.type == "cpu"
-            and tensor.untyped_storage()._cdata not in known
-            and self._is_foreign(tensor)
+            if is_plain(tensor) and tensor.untyped_storage()._cdata not in known and self._is_foreign(tensor)
         ]
         if fresh:
             self._move(fresh, copy=func not in _UNDEFINED)
         return result
 
     def _is_foreign(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().nbytes() > 0 and not self._saver.owns(tensor.untyped_storage().data_ptr())
+        storage = tensor.untyped_storage()
+        return storage.device.type == "cpu" and storage.nbytes() > 0 and not self._saver.owns(storage.data_ptr())
 
     def _move(self, tensors: list[torch.Tensor], *, copy: bool) -> None:
         storages: dict[int, torch.UntypedStorage] = {}
@@ -104,7 +102,7 @@ class HostRegion(TorchDispatchMode):
             id(tensor): tensor
             for module in self._filled
             for tensor in _own_tensors(module)
-            if is_plain(tensor) and tensor.device.type == "cpu" and self._is_foreign(tensor)
+            if is_plain(tensor) and self._is_foreign(tensor)
         }
         if not tensors:
             return

@@ -46,7 +46,8 @@ class Communicators:
     def register(self, name: str, comm: int, *, ranks: int, rank: int, device: int | None = None) -> None:
         """Have a communicator suspended that memsaver does not find by itself.
 
-        Found are those of torch's process groups, of vLLM's and of SGLang's PyNcclCommunicator.
+        Found are those of torch's process groups, of vLLM's and of SGLang's PyNcclCommunicator. Raises
+        ConfigurationError if the name is taken.
 
         Args:
             name: the same on all of its ranks, and of no other communicator that a rank of the engine has.
@@ -54,9 +55,6 @@ class Communicators:
             ranks: how many it has; one of a single rank is passed over.
             rank: this process's number among them.
             device: torch's index of its device.
-
-        Raises:
-            ConfigurationError: the name is taken.
         """
         self._check_free(name)
         if ranks > 1:
@@ -131,17 +129,11 @@ class Communicators:
         return self._shared
 
     def suspend(self, names: Sequence[str] | None = None, timeout_s: float = TIMEOUT_S) -> dict[str, int]:
-        """Give back the device memory of communicators, which cannot be used until ``resume``.
+        """Give back the device memory of communicators, which cannot be used until ``resume``; return bytes, by name.
 
-        Every rank of each communicator must call this, with no communication in flight: NCCL waits for all of them.
-        If it fails on any rank, call ``resume`` on all of them.
-
-        Args:
-            names: which; None for all that can be suspended. One that is suspended already is passed over.
-            timeout_s: deadline for all of them together.
-
-        Returns:
-            Bytes given back, by name.
+        ``names`` says which (None: all that can be suspended), ``timeout_s`` how long all of them may take together.
+        One that is suspended already is passed over. Every rank of each communicator must call this, with no
+        communication in flight: NCCL waits for all of them. If it fails on any rank, call ``resume`` on all of them.
 
         Raises:
             UnsupportedError: one of ``names`` does not exist or cannot be suspended; nothing was done.

@@ -90,17 +90,11 @@ def loaded_paths(maps: Path = Path("/proc/self/maps")) -> tuple[str, ...]:
 
 
 def warn_of_registered_graphs() -> None:
-    """Warn if NCCL registers the buffers of CUDA graphs: their replay may hang after memory was remapped."""
+    """Warn if NCCL registers the buffers of CUDA graphs, its default: a replay may hang after memory was remapped."""
     if not (dist.is_available() and dist.is_initialized()):
         return
-    if registers_graphs(dist.get_backend_config(), os.environ.get("NCCL_GRAPH_REGISTER")):
+    if "nccl" in dist.get_backend_config() and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
         logger.warning(
             "NCCL is in use without NCCL_GRAPH_REGISTER=0: CUDA graphs with NCCL calls may hang on replay after a "
             "resume. Set NCCL_GRAPH_REGISTER=0 before the engine starts"
         )
-
-
-def registers_graphs(backends: str, setting: str | None) -> bool:
-    """Return whether NCCL registers the buffers of captured graphs, its default. ``backends`` is torch's backend per
-    kind of device, as in ``cpu:gloo,cuda:nccl``, ``setting`` is NCCL_GRAPH_REGISTER (None: not set)."""
-    return "nccl" in backends and setting != "0"

@@ -20,14 +20,12 @@ _SUBMODULES = "binary_wrapper entrypoint hooks hooks.base hooks.mode_preload hoo
 
 
 def install(*, subprocesses: bool = False, replace: bool = False) -> None:
-    """Have ``import torch_memory_saver`` import ``memsaver_core.compat.torch_memory_saver``. Idempotent.
+    """Have ``import torch_memory_saver`` import ``memsaver_core.compat.torch_memory_saver``. Idempotent. Raises
+    ConfigurationError if another one was imported already, or with ``replace`` used.
 
     Args:
         subprocesses: also in Python processes started from now on, by ``PYTHONPATH``.
         replace: also if another one was imported already, but not used; modules that imported it keep that one.
-
-    Raises:
-        ConfigurationError: another one was imported already, or with ``replace`` used.
     """
     ours = importlib.import_module(_OURS)
     present = sys.modules.get(_NAME)

@@ -56,10 +56,8 @@ class Hibernation:
 
         Checks the helper, the driver, MPS, NCCL communicators, what vLLM's and SGLang's ranks share, tensors shared by
         CUDA IPC, memory that memsaver imported, peer access, managed memory, and what ``preconditions.register_check``
-        was given. The driver does not list imported memory: what other libraries import is not seen.
-
-        Args:
-            suspending: communicators are suspended and imported memory is dropped first, so neither is an obstacle.
+        was given. The driver does not list imported memory: what other libraries import is not seen. ``suspending``:
+        communicators are suspended and imported memory is dropped first, so neither is an obstacle.
         """
         if self._failure:
             return [self._failure]
@@ -87,11 +85,8 @@ class Hibernation:
         return helper.pid if helper is not None and helper.alive else None
 
     def read_memory(self, uuid: str, pids: Iterable[int]) -> tuple[int, int, int] | None:
-        """Have the helper read a device: bytes in total, in use, and in use by the processes ``pids``.
-
-        Returns:
-            None if there is no helper, or it is busy.
-        """
+        """Have the helper read a device: bytes in total, in use, and in use by the processes ``pids``; None if there is
+        no helper, or it is busy."""
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -105,23 +100,17 @@ class Hibernation:
         return total, used, own
 
     def prepare(self) -> None:
-        """Start what ``hibernate`` needs, so that it cannot fail for that once memory is released.
-
-        Raises:
-            MemsaverError: the helper cannot be started.
-        """
+        """Start the helper, so that ``hibernate`` cannot fail for that once memory is released; raise MemsaverError if
+        that fails."""
         with self._lock:
             self._start_helper()
 
     def hibernate(self) -> dict[str, float]:
-        """Checkpoint this process's CUDA state; its memory on every device is given back.
+        """Checkpoint this process's CUDA state; its memory on every device is given back. Returns seconds, by step.
 
         Does nothing while hibernated. Release tags first: the driver copies what is still resident, at a fraction of
         the link's speed. Every CUDA call of this process then blocks until ``wake``. For several processes that share
         device memory, take each step on all of them before the next: ``lock``, ``checkpoint``, ``restore``, ``unlock``.
-
-        Returns:
-            Seconds of the steps.
 
         Raises:
             UnsupportedError: a precondition does not hold; nothing was changed.
@@ -140,10 +129,7 @@ class Hibernation:
                 raise
 
     def wake(self) -> dict[str, float]:
-        """Bring the CUDA state back, at the same addresses. Does nothing if the process is not hibernated.
-
-        Returns:
-            Seconds of the steps.
+        """Bring the CUDA state back, at the same addresses; return seconds, by step. Does nothing if not hibernated.
 
         Raises:
             OutOfDeviceMemoryError: a device has less free than the process held; still hibernated, repeat the call.

@@ -10,8 +10,8 @@ namespace ours = memsaver::cuda;
 
 static_assert(sizeof(ours::Uuid) == sizeof(CUuuid));
 static_assert(sizeof(ours::DevicePointer) == sizeof(CUdeviceptr));
-static_assert(sizeof(ours::MemHandle) == sizeof(CUmemGenericAllocationHandle));
-static_assert(sizeof(ours::StreamHandle) == sizeof(CUstream) && sizeof(ours::EventHandle) == sizeof(CUevent));
+static_assert(sizeof(memsaver::Handle) == sizeof(CUmemGenericAllocationHandle));
+static_assert(sizeof(memsaver::Stream) == sizeof(CUstream) && sizeof(memsaver::Event) == sizeof(CUevent));
 static_assert(sizeof(ours::AllocationProperties) == sizeof(CUmemAllocationProp));
 static_assert(offsetof(ours::AllocationProperties, location) == offsetof(CUmemAllocationProp, location));
 static_assert(offsetof(ours::AllocationProperties, flags) == offsetof(CUmemAllocationProp, allocFlags));

@@ -104,7 +104,7 @@ void memory_is_shared(Driver& driver) {
   const Address theirs = driver.reserve(0, bytes);
   const Stream stream = driver.create_stream(0);
   HostMemory host(driver, bytes);
-  const Handle handle = driver.create_exportable(0, bytes);
+  const Handle handle = driver.create(0, bytes, true);
   const int file = driver.export_handle(0, handle);
   const Handle imported = driver.import_handle(0, file, bytes);
   CHECK(close(file) == 0);

@@ -127,7 +127,6 @@ class LedgerDriver final : public Driver {
     });
   }
 
-  const char* name() const noexcept override { return driver_->name(); }
   int device_count() override { return driver_->device_count(); }
   DeviceInfo device_info(int device) override { return driver_->device_info(device); }
   MemoryInfo memory_info(int device) override { return driver_->memory_info(device); }
@@ -148,12 +147,8 @@ class LedgerDriver final : public Driver {
     });
     driver_->unreserve(device, address, bytes);
   }
-  Handle create(int device, std::size_t bytes) override {
-    const Handle handle = driver_->create(device, bytes);
-    return noted(device, handle, bytes, false);
-  }
-  Handle create_exportable(int device, std::size_t bytes) override {
-    const Handle handle = driver_->create_exportable(device, bytes);
+  Handle create(int device, std::size_t bytes, bool exportable) override {
+    const Handle handle = driver_->create(device, bytes, exportable);
     return noted(device, handle, bytes, false);
   }
   int export_handle(int device, Handle handle) override {

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from memsaver_core._native import Saver as Driver
-from memsaver_core.communicators.nccl import registers_graphs
+from memsaver_core.communicators import warn_of_registered_graphs
 from memsaver_core.contract.errors import ConfigurationError
 from memsaver_server import attach, create_app
 from tests.waiting import wait_until
@@ -169,9 +169,22 @@ def test_closing_ends_streams(engine: TensorEngine) -> None:
     ],
 )
 @pytest.mark.guards("replaying a graph with NCCL hung after a remap")
-def test_graphs_that_nccl_registers_are_known(backends: str, setting: str | None, registers: bool) -> None:
+def test_graphs_that_nccl_registers_are_known(
+    backends: str,
+    setting: str | None,
+    registers: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """NCCL registers the buffers of graphs unless NCCL_GRAPH_REGISTER=0, also if torch chose the backend."""
-    assert registers_graphs(backends, setting) is registers
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", setting)
+    with caplog.at_level(logging.WARNING, "memsaver"):
+        warn_of_registered_graphs()
+    assert ("NCCL_GRAPH_REGISTER=0" in caplog.text) is registers
 
 
 @pytest.mark.guards("replaying a graph with NCCL hung after a remap")

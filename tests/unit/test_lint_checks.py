@@ -104,6 +104,7 @@ def test_an_import_of_a_private_or_a_gathered_name_fails(copy: Path, name: str, 
         ("csrc/driver/driver.hpp", '#include "backup/block.hpp"', "driver must not include backup"),
         ("csrc/hibernate/process.hpp", '#include "hooks/preload.hpp"', "hibernate must not include hooks"),
         ("csrc/support/error.hpp", '#include "support/host_memory.hpp"', "circle: support/"),
+        ("csrc/vmm/saver.cpp", "#include <vector>", "<vector> is brought by another include"),
     ],
 )
 def test_an_include_that_points_up_fails(copy: Path, name: str, line: str, said: str) -> None:

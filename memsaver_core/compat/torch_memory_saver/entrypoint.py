@@ -44,7 +44,8 @@ class TorchMemorySaver:
         enable_disk_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
-        """Make what is allocated inside pausable under ``tag``. Regions nest.
+        """Make what is allocated inside pausable under ``tag``. Regions nest. Raises ConfigurationError if arguments
+        exclude each other, or memory cannot be saved in this process.
 
         Args:
             tag: any name.
@@ -53,9 +54,6 @@ class TorchMemorySaver:
             enable_disk_backup: keep the content on disk instead, in ``TMS_DISK_BACKUP_DIR``.
             cpu_backup_backend: ``pinned`` or ``mmap``; both are pinned memory. Once ``mmap`` was asked for, each resume
                 returns after the memory of its backups is unmapped.
-
-        Raises:
-            ConfigurationError: the arguments exclude each other, or memory cannot be saved in this process.
         """
         _check_backend(enable_cpu_backup, cpu_backup_backend)
         if enable_cpu_backup and enable_disk_backup:
@@ -100,21 +98,15 @@ class TorchMemorySaver:
 
     def pause(self, tag: str | None = None) -> None:
         """Give the memory of a tag, or all, back to the driver. A tag that is paused already or unknown is ignored.
-
-        Raises:
-            OutOfHostMemoryError: the backups would not fit; nothing was paused.
-            MemsaverError: a driver call failed; a repeat and a resume both work.
-        """
+        Raises OutOfHostMemoryError if the backups would not fit: nothing was paused; MemsaverError if a driver call
+        failed: a repeat and a resume both work."""
         self._ensure_initialized()
         state.this_process.pause(tag)
 
     def resume(self, tag: str | None = None) -> None:
-        """Bring the memory of a tag, or all, back at the same addresses. A resident or unknown tag is ignored.
-
-        Raises:
-            OutOfDeviceMemoryError: the device has too little free memory; all is still paused, with its backup.
-            MemsaverError: a driver call failed; all is as before.
-        """
+        """Bring the memory of a tag, or all, back at the same addresses. A resident or unknown tag is ignored. Raises
+        OutOfDeviceMemoryError if the device has too little free memory: all is still paused, with its backup;
+        MemsaverError if a driver call failed: all is as before."""
         self._ensure_initialized()
         state.this_process.resume(tag)
 
@@ -155,19 +147,11 @@ class TorchMemorySaver:
         self._ensure_initialized()._binary_wrapper.cdll.tms_set_retain_cpu_backup(value)
 
     def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor | None:
-        """Return the kept content of a tensor that is paused, or resumed with its backup retained.
-
-        Args:
-            x: contiguous, in memory of a region.
-            zero_copy: return the backup itself, if that is contiguous (one that spans 32 MiB blocks may not be). It is
-                valid until the next pause, or resume without retention, and must not be written.
-
-        Returns:
-            A tensor in host memory; None if ``x`` is resident without a retained backup, or backed up on disk.
-
-        Raises:
-            ConfigurationError: ``x`` is in no region's memory, not contiguous, or paused without a backup.
-        """
+        """Return the kept content of a tensor that is paused, or resumed with its backup retained, in host memory; None
+        if it is resident without a retained backup, or backed up on disk. Raises ConfigurationError if ``x`` is in no
+        region's memory, not contiguous, or paused without a backup. With ``zero_copy`` the backup itself is returned if
+        it is contiguous (one that spans 32 MiB blocks may not be): it is valid until the next pause, or resume without
+        retention, and must not be written."""
         self._ensure_initialized()
         if not x.is_contiguous():
             layout = f"shape {tuple(x.shape)} and strides {x.stride()}"

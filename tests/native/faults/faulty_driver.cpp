@@ -66,7 +66,6 @@ void FaultyDriver::enter(const std::string& call) {
   healed_.wait_for(lock, std::chrono::duration<double>(delay->second), [&] { return heals_ != heals; });
 }
 
-const char* FaultyDriver::name() const noexcept { return driver_->name(); }
 bool FaultyDriver::in_host_memory() const noexcept { return driver_->in_host_memory(); }
 int FaultyDriver::device_count() { return driver_->device_count(); }
 
@@ -86,17 +85,13 @@ void FaultyDriver::unreserve(int device, Address address, std::size_t bytes) {
   enter("unreserve");
   driver_->unreserve(device, address, bytes);
 }
-Handle FaultyDriver::create(int device, std::size_t bytes) {
-  enter("create");
-  return driver_->create(device, bytes);
+Handle FaultyDriver::create(int device, std::size_t bytes, bool exportable) {
+  enter(exportable ? "create_exportable" : "create");
+  return driver_->create(device, bytes, exportable);
 }
 void FaultyDriver::release(int device, Handle handle, std::size_t bytes) {
   enter("release");
   driver_->release(device, handle, bytes);
-}
-Handle FaultyDriver::create_exportable(int device, std::size_t bytes) {
-  enter("create_exportable");
-  return driver_->create_exportable(device, bytes);
 }
 int FaultyDriver::export_handle(int device, Handle handle) {
   enter("export_handle");

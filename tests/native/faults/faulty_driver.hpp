@@ -31,16 +31,14 @@ class FaultyDriver final : public Driver {
   // Calls so far, by function.
   [[nodiscard]] std::map<std::string, std::size_t> counts() const;
 
-  const char* name() const noexcept override;
   bool in_host_memory() const noexcept override;
   int device_count() override;
   DeviceInfo device_info(int device) override;
   MemoryInfo memory_info(int device) override;
   Address reserve(int device, std::size_t bytes) override;
   void unreserve(int device, Address address, std::size_t bytes) override;
-  Handle create(int device, std::size_t bytes) override;
+  Handle create(int device, std::size_t bytes, bool exportable = false) override;
   void release(int device, Handle handle, std::size_t bytes) override;
-  Handle create_exportable(int device, std::size_t bytes) override;
   int export_handle(int device, Handle handle) override;
   Handle import_handle(int device, int file, std::size_t bytes) override;
   void map(int device, Address address, std::size_t bytes, Handle handle) override;
