@@ -47,6 +47,13 @@ def test_a_release_is_told_before_it_happens(http: httpx.Client) -> None:
     assert again["message"] == "dry run: nothing to release"
 
 
+def test_what_is_prepared_prevents_other_operations(http: httpx.Client) -> None:
+    http.post("/release_memory_occupation", json={"prepare": True, "lease_s": 600}).raise_for_status()
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        (blocker,) = ask(http, path, tags=["kv_cache"])["blockers"]
+        assert "of all tags is prepared by " in blocker
+
+
 def test_a_resume_is_told_before_it_happens(http: httpx.Client) -> None:
     http.post("/release_memory_occupation")
     plan = ask(http, "/resume_memory_occupation", tags=["kv_cache"])

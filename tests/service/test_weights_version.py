@@ -45,6 +45,9 @@ def test_a_resume_may_demand_it(http: httpx.Client, checkpoint: Path) -> None:
     assert "'step-13'" in answer.json()["message"]
     assert "'step-12'" in answer.json()["message"]
     assert http.get("/memory_occupation").json()["state"] == "released"
+    for demanded in ("step-13", "step-12"):
+        plan = http.post("/resume_memory_occupation", json={"weights_version": demanded, "dry_run": True}).json()
+        assert [demanded in each for each in plan["blockers"]] == [True] * (demanded == "step-13")
     http.post("/resume_memory_occupation", json={"weights_version": "step-12"}).raise_for_status()
     assert version(http) == "step-12"
 

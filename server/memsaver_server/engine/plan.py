@@ -17,7 +17,7 @@ from memsaver_core.ranks.plans import backup_rooms, device_rooms, planned_releas
 from memsaver_server.engine.admission import failed_for_good
 from memsaver_server.engine.lifecycle import Lifecycle
 from memsaver_server.engine.tag_selection import keeps_content, narrowed, needs_writing
-from memsaver_server.operation.operation import Operation, tag_list
+from memsaver_server.operation.operation import Operation
 from memsaver_server.operation.queue import conflicts
 
 _NO_ROOM = Room(needed_bytes=0, free_bytes=0)
@@ -130,4 +130,4 @@ def general_blockers(status: Status, request: Asked, running: Operation | None) 
     if status.state == "failed":
         yield failed_for_good(status)
     if running is not None and conflicts(request, running):
-        yield f"{running.request.operation} {running.id} of {tag_list(running.request.tags)} is in progress"
+        yield running.in_progress()

@@ -211,11 +211,15 @@ class Operation:
 
     def conflict(self, refused: str, advice: str) -> errors.ConflictError:
         """Return the error of a call that this operation prevents: what is ``refused``, and what the caller can do."""
-        verb, lease = self.request.operation, self.blocks_others
-        is_ = f"prepared by {self.client}, whose lease ends in {self.lease_left_s():.0f} s" if lease else "in progress"
-        message = f"{refused}: {verb} {self.id} of {tag_list(self.request.tags)} is {is_}. {advice}"
-        owner = (self.client, self.lease_left_s()) if lease else (None, None)
-        return errors.ConflictError(message, verb, self.id, *owner)
+        owner = (self.client, self.lease_left_s()) if self.blocks_others else (None, None)
+        message = f"{refused}: {self.in_progress()}. {advice}"
+        return errors.ConflictError(message, self.request.operation, self.id, *owner)
+
+    def in_progress(self) -> str:
+        """Return what prevents others while it has not ended."""
+        lease = f"prepared by {self.client}, whose lease ends in {self.lease_left_s():.0f} s"
+        now = lease if self.blocks_others else "in progress"
+        return f"{self.request.operation} {self.id} of {tag_list(self.request.tags)} is {now}"
 
     def check_owner(self, key: str | None, forced_by: str | None = None) -> None:
         """Raise ConflictError if it is to be prepared under another key, and not committed; or note who forces it."""
