@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import memsaver_server.app
+import memsaver_server.fleet.turns.errors
 import memsaver_server.reference.engine  # noqa: F401
 from memsaver_core import MemsaverError, OutOfDeviceMemoryError, UnknownTagError
 from memsaver_core.contract.errors import UnauthorizedError
@@ -22,32 +23,35 @@ ANSWERS = {
     "ConfigurationError": (400, "bad_request", None),
     "ConflictError": (409, "conflict", 1),
     "ContextLostError": (500, "context_lost", None),
+    "DiskFullError": (507, "disk_full", None),
     "DrainTimeoutError": (504, "drain_timeout", None),
     "DriverError": (500, "driver_error", None),
     "EngineDeadError": (503, "engine_dead", None),
     "EngineFailedError": (500, "context_lost", None),
     "FleetUnknownError": (503, "fleet_unknown", 1),
     "ForbiddenError": (403, "forbidden", None),
-    "GroupFailedError": (500, "rank_failed", None),
     "ForkedProcessError": (500, "error", None),
+    "GroupFailedError": (500, "rank_failed", None),
     "IdempotencyKeyError": (422, "idempotency_key_reused", None),
     "LeaseEndedError": (409, "lease_ended", None),
     "MemoryBusyError": (504, "memory_busy", None),
     "NoThreadError": (503, "no_thread", 1),
+    "NoTurnError": (503, "no_turn", None),
     "NotEnoughToReleaseError": (400, "not_enough_to_release", None),
     "NotFoundError": (404, "not_found", None),
     "NotResidentError": (409, "not_resident", None),
     "OperationCancelledError": (409, "cancelled", None),
     "OutOfDeviceMemoryError": (503, "out_of_device_memory", 1),
-    "DiskFullError": (507, "disk_full", None),
     "OutOfHostMemoryError": (507, "out_of_host_memory", None),
     "PauseEndedError": (409, "pause_ended", None),
     "PhaseTimeoutError": (504, "phase_timeout", None),
+    "QueueFullError": (503, "queue_full", None),
     "RanksFailedError": (500, "ranks_failed", None),
     "ServerEndsError": (503, "server_ends", None),
     "TooLateToCancelError": (409, "too_late", None),
     "TooManyOperationsError": (503, "too_many_operations", 1),
     "UnauthorizedError": (401, "unauthorized", None),
+    "UnknownModelError": (404, "model_not_found", None),
     "UnknownTagError": (400, "unknown_tag", None),
     "UnsupportedError": (409, "unsupported", None),
     "VerificationError": (500, "verification_failed", None),
