@@ -31,7 +31,7 @@ from memsaver_server.engine import (
     unwritten_weights,
 )
 from memsaver_server.engine.device_monitor import DeviceMonitor, Sample
-from memsaver_server.engine.kv_cache import ElasticCache
+from memsaver_server.engine.kv_cache import GLANCE_S, ElasticCache
 from memsaver_server.engine.lifecycle import Lifecycle, Snapshot
 from memsaver_server.engine.memory_breakdown import break_down
 from memsaver_server.engine.metrics import EngineMetrics
@@ -105,7 +105,7 @@ class EngineController:
         try:
             resolved = asked.resolved(self._settings.drain_timeout_s)
             if isinstance(resolved, ResizeKvCache):
-                operation = self._elastic.start(resolved, key=key, client=client)
+                operation = await in_thread(self._elastic.start, resolved, key=key, client=client)
             else:
                 operation = self.lifecycle.start(resolved, key=key, client=client)
         except Exception as error:
@@ -233,7 +233,7 @@ class EngineController:
         devices = (await self._monitor.fresh()).devices
         if isinstance(asked, Resume):
             return Answer.of(plan_resume(self.lifecycle, asked, devices))
-        return Answer.of(self._elastic.plan(asked, devices))
+        return Answer.of(await in_thread(self._elastic.plan, asked, devices))
 
     def _prepared(self, operation: Operation) -> reports.PreparedAnswer:
         asked, of = operation.request, self.lifecycle
@@ -298,7 +298,7 @@ class EngineController:
             now = clock.monotonic()
             self._held = {name: asked for name, asked in self._held.items() if asked[1] > now - HELD_S}
             self._held[coordinator] = self._held.get(coordinator, (now, now))[0], now
-        return self._occupation(await self._monitor.fresh(), coordinator).model_dump(mode="json")
+        return self._occupation(await self._fresh(), coordinator).model_dump(mode="json")
 
     async def rows(self, selected: Fields | None) -> Sequence[EngineState]:
         now = self.lifecycle.snapshot()
@@ -343,6 +343,8 @@ class EngineController:
         }
 
     def scrape(self) -> bytes:
+        if self._cache is not None:
+            self._cache.ask()  # for the next scrape: this one waits for nothing
         return self._metrics.scrape()
 
     def _failed_reason(self, now: Snapshot) -> str:
@@ -354,6 +356,12 @@ class EngineController:
     def _unready_reason(self, now: Snapshot) -> str:
         """Return why the engine accepts no requests now, or an empty string."""
         return self._failed_reason(now) or now.closed_reason or stopped_ranks(now.status.ranks)
+
+    async def _fresh(self) -> Sample:
+        """Return a new sample of the devices; the engine has a moment to say how large its KV cache is."""
+        if self._cache is not None:
+            await asyncio.wait({self._cache.ask()}, timeout=GLANCE_S)
+        return await self._monitor.fresh()
 
     def _occupation(self, sample: Sample, asker: str = "") -> OccupationAnswer:
         """Return what the process holds now, with the devices as in ``sample``, to ``asker``, a coordinator."""
@@ -377,7 +385,7 @@ class EngineController:
             prepared=now.running.prepared_state() if now.running and now.running.status == "prepared" else None,
             coordinator=self._holder(asker) or asker,
             shared_by_ranks=status.shared,
-            kv_cache=self._cache.read(sample.devices) if self._cache else None,
+            kv_cache=self._cache.latest(sample.devices) if self._cache else None,
             devices=tuple(
                 OccupiedDevice(
                     **dict(device),
@@ -403,7 +411,7 @@ class EngineController:
         return {**self.describe(operation), "phase_starts": list(operation.phase_starts)}
 
     async def shown(self) -> dict[str, Any]:
-        sample = await self._monitor.fresh()
+        sample = await self._fresh()
         return {"at": sample.at, **self._occupation(sample).model_dump(mode="json")}
 
     # -- calls of the engine -------------------------------------------------------------------------------------------
@@ -425,7 +433,7 @@ class EngineController:
         return Answer.message(f"Generation continues{f' once possible: {closed_reason}' if closed_reason else ''}.")
 
     async def kv_cache(self) -> Answer:
-        return Answer.of(self._elastic.read((await self._monitor.fresh()).devices))
+        return Answer.of(await in_thread(self._elastic.read, (await self._monitor.fresh()).devices))
 
     async def flush(self, selected: Fields) -> Answer:
         await in_thread(self.engine.flush_cache)

@@ -6,6 +6,7 @@ Grow: the memory comes, once there is enough -> the pages are handed out.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterable
 from functools import partial
@@ -20,8 +21,11 @@ from memsaver_server.engine import CachePages, ResizableEngine
 from memsaver_server.engine.lifecycle import Lifecycle
 from memsaver_server.engine.plan import general_blockers, plan_answer, readable
 from memsaver_server.operation.operation import Operation
+from memsaver_server.threads import in_thread
 
 _TAGS = ResizeKvCache.tags
+#: How long a status call waits for what the engine says of its cache, seconds.
+GLANCE_S = 0.1
 
 
 class ElasticCache:
@@ -30,24 +34,29 @@ class ElasticCache:
     def __init__(self, engine: ResizableEngine, lifecycle: Lifecycle) -> None:
         self._engine = engine
         self._lifecycle = lifecycle
+        self._last: CachePages | None = None
+        self._asking: asyncio.Task[None] | None = None
 
     def read(self, devices: Iterable[DeviceMemory]) -> KvCacheAnswer:
-        """Return the size of the cache, and the sizes that it can have with what is free on its ``devices``."""
-        pages = self._engine.kv_cache()
-        free = min((each.total_bytes - each.used_bytes for each in devices), default=0)
-        sizes = {
-            "bytes": pages.kept,
-            "used_bytes": pages.used,
-            "smallest_bytes": max(1, pages.needed),
-            "largest_bytes": min(pages.total, pages.kept + free // pages.page_bytes),
-            "full_bytes": pages.total,
-        }
-        return KvCacheAnswer(
-            **{name: count * pages.page_bytes for name, count in sizes.items()},
-            tokens=pages.kept * pages.page_tokens,
-            page_bytes=pages.page_bytes,
-            page_tokens=pages.page_tokens,
-        )
+        """Return the size of the cache, and the sizes that it can have with what is free on its ``devices``. Waits for
+        the engine, which may raise MemsaverError."""
+        return _answer(self._engine.kv_cache(), devices)
+
+    def latest(self, devices: Iterable[DeviceMemory]) -> KvCacheAnswer | None:
+        """As ``read``, from what the engine said last; None if it has said nothing, or cannot resize its cache."""
+        return None if self._last is None else _answer(self._last, devices)
+
+    def ask(self) -> asyncio.Task[None]:
+        """Return the task that asks the engine for ``latest``. Use it in one event loop."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        return self._asking
+
+    async def _ask(self) -> None:
+        try:
+            self._last = await in_thread(self._engine.kv_cache)
+        except Exception:  # a read reports it
+            self._last = None
 
     def start(self, request: ResizeKvCache, *, key: str | None, client: str) -> Operation:
         """Begin a resize, or join the equal one in flight; returns at once. After a failure all is as before.
@@ -129,6 +138,23 @@ class ElasticCache:
 
     def _tag(self) -> TagStatus:
         return next(tag for tag in self._lifecycle.memory.status().tags if tag.tag in _TAGS)
+
+
+def _answer(pages: CachePages, devices: Iterable[DeviceMemory]) -> KvCacheAnswer:
+    free = min((each.total_bytes - each.used_bytes for each in devices), default=0)
+    sizes = {
+        "bytes": pages.kept,
+        "used_bytes": pages.used,
+        "smallest_bytes": max(1, pages.needed),
+        "largest_bytes": min(pages.total, pages.kept + free // pages.page_bytes),
+        "full_bytes": pages.total,
+    }
+    return KvCacheAnswer(
+        **{name: count * pages.page_bytes for name, count in sizes.items()},
+        tokens=pages.kept * pages.page_tokens,
+        page_bytes=pages.page_bytes,
+        page_tokens=pages.page_tokens,
+    )
 
 
 def _pages(asked: ResizeKvCache, now: CachePages) -> int:
