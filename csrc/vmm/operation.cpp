@@ -593,11 +593,12 @@ class Saver::Resize final : public Operation {
   void forget_backups() REQUIRES(saver_.backups_.operation_mutex) EXCLUDES(saver_.map_.mutex) {
     const Lock lock(saver_.map_.mutex);
     for (auto& [index, device] : devices_) {
-      for (const auto& [arena, chunk, restore] : device.going) {
+      RangeSet going;
+      for (const auto& [arena, chunk, restore] : device.going) going.add(chunk.address, chunk.bytes);
+      for (Arena* const arena : arenas_) {
+        if (arena->key().device != index) continue;
         for (const auto& [base, block] : arena->blocks()) {
-          const Address begin = base + block->offset;
-          const bool inside = begin >= chunk.address && begin < chunk.address + chunk.bytes;
-          if (inside) saver_.backups_.give_back(*block, index);
+          if (going.overlaps(base + block->offset, block->bytes)) saver_.backups_.give_back(*block, index);
         }
       }
     }
