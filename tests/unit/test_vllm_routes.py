@@ -314,13 +314,13 @@ def test_the_cache_is_reset_with_its_memory(world: World) -> None:
 def test_a_verification_that_hangs_fails_the_release(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """And generation goes on; a verification that ends is not disturbed by the one before it."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
-    monkeypatch.setattr(engine, "VERIFICATION_S", 0.2)
+    monkeypatch.setattr(engine, "CALL_S", 0.2)
     failed = world.post("/release_memory_occupation", verify="token")
     assert failed.status_code == 500
     assert "did not compute the verification prompt in 0.2 s" in failed.json()["message"]
     assert world.post("/v1/completions").json()["weights"]
     world.run(world.client.may_generate.set)
-    monkeypatch.setattr(engine, "VERIFICATION_S", 60.0)
+    monkeypatch.setattr(engine, "CALL_S", 60.0)
     for path in ("/release_memory_occupation", "/resume_memory_occupation"):
         world.post(path, verify="token").raise_for_status()
 
