@@ -94,11 +94,13 @@ class Executor:
     def determine_available_memory(self) -> list[int]:
         return [1 << 30]
 
-    def initialize_from_config(self, configs: Any) -> None:
+    def get_supported_kv_cache_layouts(self) -> list[list[str]]:
+        return [["LBNHC"]]
+
+    def initialize_from_config(self, *_: Any) -> None:
         pass
 
-    def register_failure_callback(self, call: Any) -> None:
-        pass
+    set_kv_cache_layout = compile_or_warm_up_model = register_failure_callback = initialize_from_config
 
     def collective_rpc(self, *_: Any) -> list[str]:
         return ["the workers'"]

@@ -22,6 +22,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
+from memsaver_core.compat.vllm import block_limit
 from memsaver_core.contract.errors import UnsupportedError
 from memsaver_core.ranks.protocol import ANSWERS, Answer, Introduction
 from memsaver_server.engine import AdmissionClosedError
@@ -49,10 +50,13 @@ class EngineClient:
         self.may_generate = asyncio.Event()
         self.begun: list[str] = []
         self.errored = False
+        self.core: Any = None
         self.resources = SimpleNamespace()
         self.engine_core = SimpleNamespace(resources=self.resources)
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def collective_rpc(self, method: str, timeout: Any = None, args: tuple[Any, ...] = ()) -> Any:
+        if method == block_limit.CALL:
+            return block_limit.answer(self.core.collective_rpc, self.core, method, timeout, args)
         return await asyncio.to_thread(self.executor.call, *args) if method == "memsaver" else []
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:

@@ -13,26 +13,34 @@ from memsaver_core.compat.patching import Function
 from memsaver_core.compat.vllm.allocator import KV_CACHE
 from memsaver_core.contract.errors import NotResidentError, UnsupportedError
 
+#: The attribute of a model runner that holds how many of its blocks have memory; without it, all have.
+_BACKED = "_memsaver_backed_blocks"
+
 
 @torch.inference_mode()
 def resize(runner: Any, blocks: int) -> None:
-    """Back only the first ``blocks`` blocks of the model runner's KV cache with memory. No other is in use.
+    """Back only the first ``blocks`` blocks of the model runner's KV cache with memory. No other is in use. Does nothing
+    if it has this size, so that a resize that was refused can be undone.
 
     Raises:
         NotResidentError: memory of this worker is released.
         UnsupportedError: where a block is in the cache cannot be seen.
         OutOfDeviceMemoryError, MemsaverError: as ``memsaver_core.resize``. After each of these the cache is as before.
     """
+    total = runner.kv_cache_config.num_blocks
+    if blocks == getattr(runner, _BACKED, total):
+        return
     if released := [tag.tag for tag in ms.status().tags if tag.released_bytes]:  # the tables, for example
         raise NotResidentError(f"{', '.join(released)} is released; resume it first: the KV cache was not resized")
-    total = runner.kv_cache_config.num_blocks
     # A layer of a state-space model has a list of tensors.
     views = [each for one in runner.kv_caches for each in (one if isinstance(one, (list, tuple)) else [one])]
     unused = [part for view in views for part in behind(view, blocks, total)]
     for table, blocks_per_block in _block_tables(runner):
         # Kernels may look at what an entry behind a request's end leads to.
         table.masked_fill_(table >= blocks * blocks_per_block, 0)
+    setattr(runner, _BACKED, None)  # until it is known again
     ms.resize(KV_CACHE, unused=unused)
+    setattr(runner, _BACKED, blocks)
 
 
 def behind(view: torch.Tensor, blocks: int, total: int) -> Iterator[torch.Tensor]:

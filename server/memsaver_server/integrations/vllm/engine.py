@@ -84,7 +84,6 @@ class VllmEngine(Gate):
         self.model_name = str(getattr(model_config, "model", ""))
         manager = getattr(getattr(core, "resources", None), "engine_manager", None)
         processes = {f"engine core {number}": each.pid for number, each in enumerate(getattr(manager, "processes", ()))}
-        self._cores = len(getattr(core, "core_engines", ()))
         self.memory = VllmMemory(self, processes)
 
     # Calls of the front end, none of which blocks.
@@ -273,14 +272,13 @@ class ApiServerEngine(VllmEngine):
 
     def _ask_core(self, name: str, *arguments: Any) -> Any:
         """Call a method of the engine core's ``BlockLimit``. Raises UnsupportedError if it has none, and why."""
-        obstacle = "it has several engine cores, each with a cache" if self._cores > 1 else ""
-        if not obstacle:
+        answer = {"obstacle": "it has several engine cores, each with a cache"}
+        if len(getattr(self._core, "core_engines", ())) < 2:
             call = self.call("collective_rpc", BLOCK_LIMIT, None, (name, *arguments))
             answer = _in_time(call, "take a call between two steps")
-            if "result" in answer:
-                return answer["result"]
-            obstacle = answer["obstacle"]
-        raise errors.UnsupportedError(f"the KV cache of this engine cannot be resized: {obstacle}")
+        if "obstacle" in answer:
+            raise errors.UnsupportedError(f"the KV cache of this engine cannot be resized: {answer['obstacle']}")
+        return answer["result"]
 
     async def _ask_workers(self, message: Plain) -> list[Plain]:
         """Return the answers of every engine core's workers; ``collective_rpc`` returns those of the first alone."""
