@@ -255,6 +255,22 @@ def test_requests_that_are_preempted(engine: Engine) -> None:
     assert engine.outputs == tokens
 
 
+def test_a_new_request_finds_no_prefix_on_a_block_that_goes(engine: Engine) -> None:
+    """Or the block would be in use for as long as such requests come."""
+    for name in [*(f"r{number}" for number in range(6)), "s0"]:
+        engine.add(name, REQUESTS[name], 60)
+    engine.run(lambda: len(engine.outputs["s0"]) >= 2)
+    engine.ask("limit", LEAST)
+    assert "s0" in engine.ask("late")
+    engine.core.abort_requests([f"r{number}" for number in range(6)])
+    engine.add("s1", REQUESTS["s1"], 60)
+    engine.run(lambda: len(engine.outputs["s1"]) >= 2)
+    assert engine.ask("late") == ["s0"]
+    engine.run(lambda: not engine.ask("waiting"))
+    engine.shrink(LEAST)
+    engine.run()
+
+
 def test_a_limit_that_is_taken_back(engine: Engine) -> None:
     tokens = expected(engine)
     begin(engine)

@@ -83,9 +83,7 @@ class Core:
         for block in taken:
             self.block_pool.free_block_queue.remove(block)
             block.ref_cnt = 1
-        request = SimpleNamespace(
-            request_id=name, blocks=taken, num_output_placeholders=1, async_tokens_to_discard=0
-        )
+        request = SimpleNamespace(request_id=name, blocks=taken, num_output_placeholders=1, async_tokens_to_discard=0)
         self.requests[name] = request
         self.running.append(request)
 
