@@ -19,8 +19,8 @@ _BACKED = "_memsaver_backed_blocks"
 
 @torch.inference_mode()
 def resize(runner: Any, blocks: int) -> None:
-    """Back only the first ``blocks`` blocks of the model runner's KV cache with memory. No other is in use. Do nothing if
-    it has this size, so that a resize that was refused can be undone.
+    """Back only the first ``blocks`` blocks of the model runner's KV cache with memory. No other is in use. Do nothing
+    if it has this size, so that a resize that was refused can be undone.
 
     Raises:
         NotResidentError: memory of this worker is released.
