@@ -1,11 +1,11 @@
 """Real vLLM's engine core, its scheduler and its block pool, while fewer and more blocks are handed out.
 
-The workers are played: a cache of tokens that raises where a block without memory is written or read.
+It needs no GPU. The workers are played: a cache of tokens that raises where a block without memory is written or read.
 """
 
 from __future__ import annotations
 
-import os
+import importlib.util
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,10 +17,10 @@ import pytest
 from memsaver_core.compat.patching import wrap
 from memsaver_core.compat.vllm import block_limit
 
-os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_PLUGINS="", VLLM_LOGGING_LEVEL="ERROR")
-config = pytest.importorskip("vllm.config", reason="needs vLLM")
-
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 MODEL = str(Path(__file__).parents[1] / "data" / "qwen2-1.5b")
 BLOCKS, SIZE, LONGEST = 64, 16, 256
@@ -125,6 +125,7 @@ class Engine:
     """An engine core, and requests to it."""
 
     def __init__(self, asynchronous: bool) -> None:
+        from vllm import config
         from vllm.v1.engine.core import EngineCore
 
         wrap(EngineCore, "collective_rpc", block_limit.answer)
@@ -194,6 +195,8 @@ REQUESTS |= {f"s{number}": [*range(50, 85), number] for number in range(4)}
 @pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setattr(block_limit.ms, "core_settings", lambda: SimpleNamespace(kv_cache_piece=1))
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     engine = Engine(request.param)
     yield engine
     from vllm import envs

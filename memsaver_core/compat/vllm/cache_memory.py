@@ -11,7 +11,7 @@ import torch
 import memsaver_core as ms
 from memsaver_core.compat.patching import Function
 from memsaver_core.compat.vllm.allocator import KV_CACHE
-from memsaver_core.contract.errors import NotResidentError, UnsupportedError
+from memsaver_core.contract.errors import UnsupportedError
 
 #: The attribute of a model runner that holds how many of its blocks have memory; without it, all have.
 _BACKED = "_memsaver_backed_blocks"
@@ -23,15 +23,14 @@ def resize(runner: Any, blocks: int) -> None:
     if it has this size, so that a resize that was refused can be undone.
 
     Raises:
-        NotResidentError: memory of this worker is released.
-        UnsupportedError: where a block is in the cache cannot be seen.
+        UnsupportedError: memory of this worker is released, or where a block is in the cache cannot be seen.
         OutOfDeviceMemoryError, MemsaverError: as ``memsaver_core.resize``. After each of these the cache is as before.
     """
     total = runner.kv_cache_config.num_blocks
     if blocks == getattr(runner, _BACKED, total):
         return
     if released := [tag.tag for tag in ms.status().tags if tag.released_bytes]:  # the tables, for example
-        raise NotResidentError(f"{', '.join(released)} is released; resume it first: the KV cache was not resized")
+        raise UnsupportedError(f"{', '.join(released)} is released; resume it first: the KV cache was not resized")
     # A layer of a state-space model has a list of tensors.
     views = [each for one in runner.kv_caches for each in (one if isinstance(one, (list, tuple)) else [one])]
     unused = [part for view in views for part in behind(view, blocks, total)]
