@@ -16,7 +16,7 @@ from memsaver_core.contract.requests import MemoryRequest, Verb
 from memsaver_core.contract.status import CommunicatorStatus, DeviceMemory, Status
 
 #: Raised with every change of a message; the service and all ranks must have the same.
-VERSION = 5
+VERSION = 6
 
 #: A message as plain data.
 Plain = dict[str, Any]
@@ -99,6 +99,13 @@ class SleepNow:
     level: int
 
 
+@dataclass(frozen=True)
+class Resize:
+    """Back only the first ``pages`` pages of the KV cache with memory; no other is in use."""
+
+    pages: int
+
+
 Request = (
     Introduce
     | Prepare
@@ -110,6 +117,7 @@ Request = (
     | ExpectRelease
     | TakeOutcome
     | SleepNow
+    | Resize
 )
 
 

@@ -7,7 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,158 @@ def test_requests_wait_while_generation_is_paused(served: httpx.Client) -> None:
         assert not waiting.done()
         post(served, "/continue_generation")
         assert len(waiting.result(60)) == 24
+
+
+@pytest.fixture(scope="module")
+def elastic(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A server whose cache comes in pieces, and is so small that requests fill it: 32 MiB a layer, 32,768 tokens."""
+    log = tmp_path_factory.mktemp("log") / "vllm.log"
+    arguments = ("--compilation-config", json.dumps(QUICK), "--kv-cache-memory-bytes", str(128 * MIB))
+    with serving(model, log, *arguments, MEMSAVER_KV_CACHE_PIECE="2MiB") as (client, _):
+        yield client
+
+
+def cache(client: httpx.Client) -> dict[str, Any]:
+    answer: dict[str, Any] = client.get("/kv_cache").raise_for_status().json()
+    return answer
+
+
+@contextmanager
+def running(client: httpx.Client, requests: int, tokens: int) -> Iterator[list[Future[list[int]]]]:
+    """So many requests at once, all of which have begun."""
+    with ThreadPoolExecutor(requests) as pool:
+        begun = [pool.submit(complete, client, number % 3, tokens) for number in range(requests)]
+        wait_until(lambda: cache(client)["used_bytes"] >= requests * cache(client)["page_bytes"], 60)
+        yield begun
+
+
+def test_half_of_the_cache_goes_and_comes_back(elastic: httpx.Client) -> None:
+    """Tokens are the same at each size; what is written to the new memory is used."""
+    before, whole = completions(elastic), cache(elastic)
+    assert whole["bytes"] == whole["full_bytes"]
+    assert whole["full_bytes"] > 120 * MIB
+    assert whole["tokens"] == pytest.approx(32_768, rel=0.1)
+    for _ in range(3):
+        loaded = used()
+        half = post(elastic, "/kv_cache", fraction=0.5)["kv_cache"]
+        assert half["bytes"] == pytest.approx(whole["bytes"] / 2, rel=0.01)
+        assert loaded - used() >= whole["bytes"] / 2 - 16 * MIB  # by the device's own count
+        tag = held(elastic)["kv_cache"]
+        assert tag["state"] == "resident"
+        assert tag["shrunk_bytes"] >= whole["bytes"] / 2 - 16 * MIB
+        assert completions(elastic) == before
+        post(elastic, "/kv_cache", fraction=1)
+        assert abs(loaded - used()) <= 16 * MIB
+        assert completions(elastic) == before
+
+
+def test_prefixes_that_stay_are_found_and_others_are_computed_again(elastic: httpx.Client) -> None:
+    before, same = completions(elastic), 0
+    for fraction in (0.5, 0.25, 1.0):
+        post(elastic, "/kv_cache", fraction=fraction)
+        for number in range(3):
+            elastic.post("/flush_cache").raise_for_status()
+            assert complete(elastic, number) == before[number]
+            same += complete(elastic, number)[0] == before[number][0]  # from the prefix cache
+    assert same >= 7  # a prompt of another length in the batch may round otherwise
+
+
+def test_requests_end_while_the_cache_shrinks(elastic: httpx.Client) -> None:
+    """Whatever blocks they have: the resize waits for them, and no request fails."""
+    with running(elastic, 24, 400) as requests:
+        post(elastic, "/kv_cache", fraction=0.25, timeout_s=120)
+        assert all(len(each.result(120)) == 400 for each in requests)
+    with running(elastic, 24, 400) as requests:  # in the smaller cache, in which vLLM preempts if they do not fit
+        assert cache(elastic)["used_bytes"] <= cache(elastic)["bytes"]
+        post(elastic, "/kv_cache", fraction=1)
+        assert all(len(each.result(120)) == 400 for each in requests)
+
+
+def test_requests_are_preempted_by_a_cache_that_shrinks(elastic: httpx.Client) -> None:
+    """Again and again while they run; each gets all of its tokens, and later ones the same as before."""
+    before = completions(elastic)
+    with running(elastic, 24, 600) as requests:
+        for fraction in (0.3, 0.9, 0.2, 1.0, 0.25):
+            post(elastic, "/kv_cache", fraction=fraction, mode="preempt", timeout_s=30)
+            time.sleep(0.2)  # so that they run at this size; wherever they are, they must complete
+        assert all(len(each.result(180)) == 600 for each in requests)
+    assert completions(elastic) == before
+    post(elastic, "/kv_cache", fraction=1)
+    assert completions(elastic) == before
+    assert cache(elastic)["used_bytes"] == 0
+
+
+def test_blocks_in_use_are_named_after_the_deadline(elastic: httpx.Client) -> None:
+    """And the size is as before."""
+    post(elastic, "/kv_cache", fraction=1)
+    with running(elastic, 32, 1500) as requests:
+        wait_until(lambda: cache(elastic)["smallest_bytes"] > cache(elastic)["full_bytes"] / 2, 60)
+        late = elastic.post("/kv_cache", json={"fraction": 0.5, "timeout_s": 0})
+        assert late.status_code == 504, late.text
+        assert late.json()["error"]["pending"]
+        assert cache(elastic)["bytes"] == cache(elastic)["full_bytes"]
+        assert all(len(each.result(180)) == 1500 for each in requests)
+
+
+def test_a_sleep_keeps_the_size_of_the_cache(elastic: httpx.Client) -> None:
+    post(elastic, "/kv_cache", fraction=0.5)
+    before, size, shrunk = completions(elastic), cache(elastic)["bytes"], held(elastic)["kv_cache"]["shrunk_bytes"]
+    for level in (1, 3):
+        post(elastic, f"/sleep?level={level}")
+        assert elastic.post("/kv_cache", json={"fraction": 1}).status_code == 409
+        post(elastic, "/wake_up")
+        assert cache(elastic)["bytes"] == size
+        assert held(elastic)["kv_cache"]["shrunk_bytes"] == shrunk > 0
+        assert completions(elastic) == before
+    post(elastic, "/kv_cache", fraction=1)
+    assert completions(elastic) == before
+
+
+def test_a_release_over_frozen_requests_of_a_small_cache(elastic: httpx.Client) -> None:
+    """vLLM preempts them, and raises if a block stays in use by its count."""
+    post(elastic, "/kv_cache", fraction=0.5)
+    with running(elastic, 8, 400) as requests:
+        post(elastic, "/release_memory_occupation", mode="keep")
+        post(elastic, "/resume_memory_occupation")
+        assert all(len(each.result(120)) == 400 for each in requests)
+    post(elastic, "/kv_cache", fraction=1)
+
+
+def test_a_cache_too_small_for_the_longest_request_is_refused(elastic: httpx.Client) -> None:
+    refused = elastic.post("/kv_cache", json={"tokens": 512})
+    assert refused.status_code == 400
+    assert "a request of max_model_len needs" in refused.text
+    smallest = cache(elastic)["smallest_bytes"]
+    assert post(elastic, "/kv_cache", bytes=smallest)["kv_cache"]["bytes"] == smallest
+    body = {"model": "m", "prompt": list(range(100, 1100)), "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
+    longest = elastic.post("/v1/completions", json={**body, "detokenize": False, "return_token_ids": True})
+    assert len(longest.json()["choices"][0]["token_ids"]) == 1000
+    post(elastic, "/kv_cache", fraction=1)
+
+
+def test_a_cache_that_cannot_grow_stays_as_it_is(elastic: httpx.Client) -> None:
+    before = completions(elastic)
+    post(elastic, "/kv_cache", fraction=0.25)
+    size = cache(elastic)["bytes"]
+    free, _ = torch.cuda.mem_get_info()
+    tenant = torch.empty(free - 48 * MIB, dtype=torch.uint8, device="cuda")
+    try:
+        assert cache(elastic)["largest_bytes"] < cache(elastic)["full_bytes"]
+        short = elastic.post("/kv_cache", json={"fraction": 1})
+        assert short.status_code == 503, short.text
+        assert cache(elastic)["bytes"] == size
+    finally:
+        del tenant
+        torch.cuda.empty_cache()
+    assert completions(elastic) == before
+    post(elastic, "/kv_cache", fraction=1)
+    assert completions(elastic) == before
+
+
+def test_a_cache_in_one_piece_is_not_resized(served: httpx.Client) -> None:
+    refused = served.post("/kv_cache", json={"fraction": 0.5})
+    assert refused.status_code == 409
+    assert "MEMSAVER_KV_CACHE_PIECE=32MiB" in refused.text
 
 
 @pytest.fixture(scope="module")

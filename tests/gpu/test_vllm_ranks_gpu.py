@@ -39,7 +39,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     log = tmp_path_factory.mktemp("log") / "vllm.log"
-    with serving(model, log, "-tp", "2", "--compilation-config", json.dumps(QUICK), **NCCL) as (client, _):
+    arguments = ("-tp", "2", "--compilation-config", json.dumps(QUICK))
+    with serving(model, log, *arguments, MEMSAVER_KV_CACHE_PIECE="32MiB", **NCCL) as (client, _):
         yield client
 
 
@@ -75,6 +76,21 @@ def test_graphs_and_communicators_go_with_the_rest(served: httpx.Client) -> None
         assert released["cuda_graph"] > 0
         post(served, "/resume_memory_occupation")
         assert completions(served) == before
+
+
+@two_devices
+def test_the_cache_of_both_ranks_shrinks_and_grows(served: httpx.Client) -> None:
+    """And keeps its size while both are asleep."""
+    before, loaded = completions(served), used()
+    size = post(served, "/kv_cache", fraction=0.5)["kv_cache"]["bytes"]
+    assert all(one - other > 0.9 * size for one, other in zip(loaded, used(), strict=True))
+    assert completions(served) == before
+    post(served, "/release_memory_occupation")
+    post(served, "/resume_memory_occupation")
+    assert served.get("/kv_cache").json()["bytes"] == size
+    assert completions(served) == before
+    assert post(served, "/kv_cache", fraction=1)["kv_cache"]["bytes"] > 1.9 * size
+    assert completions(served) == before
 
 
 @two_devices

@@ -63,6 +63,7 @@ SENT: tuple[protocol.Request, ...] = (
     protocol.ExpectRelease(RELEASE),
     protocol.TakeOutcome(),
     protocol.SleepNow(RELEASE, 2),
+    protocol.Resize(7),
 )
 RANKS = 2
 KIB = 1 << 10

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -105,16 +106,32 @@ class Model:
 
     def start_again(self) -> None:
         """Restore the state after the start."""
+        from vllm.v1.worker.gpu_model_runner import BLOCKS
+
         from memsaver_core import process
+        from memsaver_core.compat.vllm import cache_memory
 
         process.saver().heal()
         self.worker.wake_up()
+        cache_memory.resize(self.worker.model_runner, BLOCKS)
         self.write_weights()
         self.worker.model_runner.model.scale.fill_(2.5)
         self.worker.model_runner.draft_scale.fill_(5)
         for cache in self.worker.model_runner.kv_caches:
             cache.fill_(7)
         self.worker.model_runner.woken = 0
+
+    def cache(self, blocks: int) -> dict[str, Any]:
+        """What the first ``blocks`` blocks of each layer have, what the device has, and the blocks in the tables."""
+        import memsaver_core as ms
+
+        runner = self.worker.model_runner
+        [table] = runner.input_batch.block_table.block_tables
+        return {
+            "values": [sorted(set(cache[:blocks].flatten().tolist())) for cache in runner.kv_caches],
+            "used": ms.read_devices()[0].used_bytes,
+            "tables": [table.block_table.cpu.tolist(), table.block_table.gpu.tolist()],
+        }
 
     def woken(self) -> int:
         return int(self.worker.model_runner.woken)
@@ -250,15 +267,21 @@ class Executor:
         return started(lambda: self.put_to_sleep(level))
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[list[Rank]]:
-    """Two workers, each on its own device."""
-    ranks = [Rank(MEMSAVER_HOST_DEVICE=f"rank{number}-{os.getpid()}") for number in range(2)]
+@contextmanager
+def two_workers(**environment: str) -> Iterator[list[Rank]]:
+    """Each on its own device."""
+    ranks = [Rank(MEMSAVER_HOST_DEVICE=f"rank{number}-{os.getpid()}", **environment) for number in range(2)]
     for each in ranks:
         each.wait()
     yield ranks
     for each in ranks:
         each.close()
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[Rank]]:
+    with two_workers() as ranks:
+        yield ranks
 
 
 @pytest.fixture

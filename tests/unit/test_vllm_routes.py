@@ -22,6 +22,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
+from memsaver_core.compat.vllm import block_limit
 from memsaver_core.contract.errors import UnsupportedError
 from memsaver_core.ranks.protocol import ANSWERS, Answer, Introduction
 from memsaver_server.engine import AdmissionClosedError
@@ -49,10 +50,13 @@ class EngineClient:
         self.may_generate = asyncio.Event()
         self.begun: list[str] = []
         self.errored = False
+        self.core: Any = None
         self.resources = SimpleNamespace()
         self.engine_core = SimpleNamespace(resources=self.resources)
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def collective_rpc(self, method: str, timeout: Any = None, args: tuple[Any, ...] = ()) -> Any:
+        if method == block_limit.CALL:
+            return block_limit.answer(self.core.collective_rpc, self.core, method, timeout, args)
         return await asyncio.to_thread(self.executor.call, *args) if method == "memsaver" else []
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
@@ -314,13 +318,13 @@ def test_the_cache_is_reset_with_its_memory(world: World) -> None:
 def test_a_verification_that_hangs_fails_the_release(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """And generation goes on; a verification that ends is not disturbed by the one before it."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
-    monkeypatch.setattr(engine, "VERIFICATION_S", 0.2)
+    monkeypatch.setattr(engine, "CALL_S", 0.2)
     failed = world.post("/release_memory_occupation", verify="token")
     assert failed.status_code == 500
     assert "did not compute the verification prompt in 0.2 s" in failed.json()["message"]
     assert world.post("/v1/completions").json()["weights"]
     world.run(world.client.may_generate.set)
-    monkeypatch.setattr(engine, "VERIFICATION_S", 60.0)
+    monkeypatch.setattr(engine, "CALL_S", 60.0)
     for path in ("/release_memory_occupation", "/resume_memory_occupation"):
         world.post(path, verify="token").raise_for_status()
 

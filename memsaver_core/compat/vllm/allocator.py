@@ -89,7 +89,8 @@ class MemsaverAllocator:
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
         """Put what torch allocates inside under ``tag``; pools nest."""
         tag = tag or self.default_tag
-        with _without_expandable_segments(), ms.region(tag, restore=policy_of(tag)):
+        piece = ms.core_settings().kv_cache_piece if tag == KV_CACHE else 0
+        with _without_expandable_segments(), ms.region(tag, restore=policy_of(tag), chunk_bytes=piece):
             yield
 
     @contextmanager

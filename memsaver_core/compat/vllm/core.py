@@ -1,4 +1,5 @@
-"""What is changed in vLLM's engine core, so that a sleep or a wake-up that fails leaves an engine that serves.
+"""What is changed in vLLM's engine core, so that a sleep or a wake-up that fails leaves an engine that serves, and for
+resizes of its KV cache.
 
 vLLM pauses its scheduler before its workers sleep, and lets it go on only at a wake-up. It also stops reading the
 workers' answers at the first error, so that the next call would read the others' answers to this one.
@@ -11,6 +12,7 @@ from typing import Any
 
 import memsaver_core as ms
 from memsaver_core.compat.patching import Function
+from memsaver_core.compat.vllm import block_limit
 from memsaver_core.compat.vllm.allocator import WEIGHTS, is_wanted
 from memsaver_core.contract.errors import MemsaverError, UnsupportedError
 from memsaver_core.ranks.protocol import Failure
@@ -102,6 +104,9 @@ def sleep_or_serve(sleep: Function, core: Any, level: int = 1, mode: str = "abor
 
 #: By module.
 WRAPPERS: dict[str, dict[str, Function]] = {
-    "vllm.v1.engine.core": {"EngineCore.sleep": sleep_or_serve},
+    "vllm.v1.engine.core": {
+        "EngineCore.sleep": sleep_or_serve,
+        "EngineCore.collective_rpc": block_limit.answer,
+    },
     "vllm.v1.executor.abstract": {"Executor.sleep": on_all_workers, "Executor.wake_up": on_all_workers},
 }

@@ -19,7 +19,7 @@ import torch
 import memsaver_core as ms
 from memsaver_core import communicators, process
 from memsaver_core.compat.patching import Function, when_imported, wrap, wrap_in
-from memsaver_core.compat.vllm import allocator, core
+from memsaver_core.compat.vllm import allocator, cache_memory, core
 from memsaver_core.compat.vllm.allocator import MemsaverAllocator, vllm_allocator, worker_config
 from memsaver_core.compat.vllm.core import weights_are_released
 from memsaver_core.contract.errors import ConfigurationError, UnsupportedError
@@ -219,6 +219,9 @@ class _WorkerRank(Rank):
                 return self._take_outcome()
             case protocol.SleepNow(options, level):
                 return self._sleep(options, level)
+            case protocol.Resize(pages):
+                cache_memory.resize(self.worker.model_runner, pages)
+                return OperationReport(operation="resume")
         return super().carry_out(request)
 
     def _release_asleep(self, options: MemoryRequest) -> None:
@@ -384,6 +387,7 @@ _RUNNER = {
     "GPUModelRunner.__init__": _under(allocator.RUNTIME),
     "GPUModelRunner._allocate_kv_cache_tensors": _under(_cache_tag),
     "GPUModelRunner.allocate_uniform_kv_caches": _under(_cache_tag),
+    "GPUModelRunner.init_fp8_kv_scales": cache_memory.without_cache,
 }
 #: By module. One that a version of vLLM lacks is never imported.
 WRAPPERS: dict[str, dict[str, Function]] = {

@@ -31,6 +31,7 @@ from memsaver_core.ranks.protocol import (
     Prepare,
     Request,
     Reserve,
+    Resize,
 )
 from memsaver_core.release_resume import available_host_bytes
 from memsaver_server.ranks.group import Channel, Deadlines, Group
@@ -204,6 +205,13 @@ class RankMemory(Group):
     def _hold(self, steps: Steps, phase: Phase, held: Reserve) -> None:
         if not self.hibernated:
             steps.take("reservation", phase, partial(self.ask, held), partial(self.ask, GiveBackReserved()))
+
+    def resize(self, pages: int, before: int) -> None:
+        """Back only the first ``pages`` pages of the KV cache with memory, on every rank, or only the first ``before``
+        as now. Raises as ``memsaver_core.resize`` and ``release``."""
+        with self._operating("resume", PhaseLog(read=self.read_devices)) as steps:
+            undo = partial(self.ask, Resize(before))
+            steps.take("resize of the KV cache", Phase.RESERVE, partial(self.ask, Resize(pages)), undo)
 
     def give_back_reserved(self) -> None:
         self.check(self.ask(GiveBackReserved()))

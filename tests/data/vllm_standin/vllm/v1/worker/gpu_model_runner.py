@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 from vllm.platforms import current_platform
 from vllm.v1.worker.workspace import WorkspaceManager
 
 PAGE = 1 << 16
+#: Of the KV cache. In each layer a block has 3,271 numbers.
+BLOCKS = 20
 
 
 class GPUModelRunner:
@@ -21,10 +25,20 @@ class GPUModelRunner:
 
     def initialize_kv_cache(self, config: int) -> None:
         self.block_table = torch.arange(PAGE)
+        self.kv_cache_config = SimpleNamespace(num_blocks=BLOCKS)
         self.kv_caches = self._allocate_kv_cache_tensors(config)
+        rows = SimpleNamespace(cpu=torch.arange(BLOCKS), gpu=torch.arange(BLOCKS))
+        self.input_batch = SimpleNamespace(
+            block_table=SimpleNamespace(block_tables=[SimpleNamespace(block_table=rows, blocks_per_kv_block=1)])
+        )
 
     def _allocate_kv_cache_tensors(self, config: int) -> list[torch.Tensor]:
-        return [torch.full((PAGE,), 7) for _ in range(config)]
+        return [torch.full((BLOCKS, 3271), 7) for _ in range(config)]
+
+    def init_fp8_kv_scales(self) -> None:
+        for cache in self.kv_caches:
+            cache.zero_()
 
     def post_kv_cache_wake_up(self) -> None:
+        self.init_fp8_kv_scales()
         self.woken = getattr(self, "woken", 0) + 1

@@ -1,0 +1,140 @@
+"""How many blocks of its KV cache vLLM's engine core hands out: it has the block pool, its workers have the memory."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import memsaver_core as ms
+from memsaver_core.compat.patching import Function, wrap
+
+#: The ``collective_rpc`` that the engine core answers itself, between two of its steps: ``args`` are the name of a
+#: method of ``BlockLimit`` and its arguments, the answer is ``{"result": ...}`` or ``{"obstacle": why not}``.
+CALL = "memsaver_kv_cache"
+
+_OF_POOL = ("blocks", "free_block_queue", "free_blocks", "get_cached_block", "evict_blocks", "num_gpu_blocks")
+
+
+class BlockLimit:
+    """Has the block pool hand out only blocks below a limit. A free block behind it is held: it is not in the pool's
+    queue, no prefix leads to it, and the pool counts one block less. A block that is in use is held once it is free.
+    The first ``kept`` blocks have memory."""
+
+    def __init__(self, core: Any) -> None:
+        self._scheduler = core.scheduler
+        self._pool = core.scheduler.kv_cache_manager.block_pool
+        self._held: dict[int, Any] = {}
+        self._total = self._limit = self._kept = int(self._pool.num_gpu_blocks)
+        cache = core.vllm_config.cache_config
+        # Besides block 0, which no request gets. vLLM has the quotient, of which rounding may have changed a bit.
+        self._least = min(self._total, math.ceil(self._total / cache.kv_cache_max_concurrency - 1e-6) + 1)
+        self._block_tokens = max(1, round(cache.kv_cache_size_tokens / self._total))
+        wrap(self._pool, "free_blocks", self._free)
+        wrap(self._pool, "get_cached_block", self._find)
+
+    def read(self) -> dict[str, int]:
+        """Return the blocks that there are, have memory, are in use, that the longest request needs, up to which all
+        that are in use are, and the tokens of one."""
+        used = self._total - len(self._held) - self._pool.free_block_queue.num_free_blocks - 1
+        last = next((block.block_id for block in reversed(self._pool.blocks) if block.ref_cnt > 0), 0)
+        return {
+            "total": self._total,
+            "kept": self._kept,
+            "used": used,
+            "least": self._least,
+            "needed": last + 1,
+            "tokens": self._block_tokens,
+        }
+
+    def limit(self, blocks: int) -> None:
+        """Hand out only the first ``blocks`` blocks."""
+        self._limit = blocks
+        queue = self._pool.free_block_queue
+        self._hold(block for block in queue.get_all_free_blocks() if block.block_id >= blocks)
+        back = [self._held.pop(number) for number in sorted(self._held) if number < blocks]
+        queue.prepend_n(back)
+        self._pool.num_gpu_blocks += len(back)
+
+    def keep(self, blocks: int) -> None:
+        """Note that only the first ``blocks`` blocks have memory, and hand out these."""
+        self._kept = blocks
+        self.limit(blocks)
+
+    def waiting(self) -> int:
+        """Return how many blocks behind the limit are in use."""
+        return self._total - self._limit - len(self._held)
+
+    def late(self) -> list[str]:
+        """Return the names of the requests that use blocks behind the limit."""
+        return [name for name in self._scheduler.requests if self._is_late(name)]
+
+    def preempt(self) -> None:
+        """Have the running requests among those wait again, first in the queue. Output in flight is dropped."""
+        scheduler, now = self._scheduler, time.monotonic()
+        drops = "drop_stale_output" in inspect.signature(scheduler._preempt_request).parameters
+        for request in [each for each in reversed(scheduler.running) if self._is_late(each.request_id)]:
+            scheduler.running.remove(request)
+            if drops:
+                scheduler._preempt_request(request, now, drop_stale_output=True)
+            else:  # as this version's reset_prefix_cache does
+                scheduler._preempt_request(request, now)
+                request.async_tokens_to_discard += request.num_output_placeholders
+                request.num_output_placeholders = 0
+            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+    def _is_late(self, name: str) -> bool:
+        groups = self._scheduler.kv_cache_manager.get_block_ids(name)
+        return any(number >= self._limit for group in groups for number in group)
+
+    def _hold(self, blocks: Iterable[Any]) -> None:
+        """Take ``blocks`` out of the queue."""
+        going = {block.block_id: block for block in blocks}
+        for block in going.values():
+            self._pool.free_block_queue.remove(block)
+        self._pool.evict_blocks(set(going))
+        self._pool.num_gpu_blocks -= len(going)
+        self._held.update(going)
+
+    def _free(self, free_blocks: Function, ordered_blocks: Iterable[Any]) -> None:
+        blocks = list(ordered_blocks)
+        free_blocks(blocks)
+        ours = (block for block in blocks if getattr(block, "pool", None) in (None, self._pool))
+        self._hold(block for block in ours if block.block_id >= self._limit and block.ref_cnt == 0)
+
+    def _find(self, get_cached_block: Function, *args: Any, **kwargs: Any) -> Any:
+        """Find no prefix on a block that goes, as a new request would use the block after those that use it now."""
+        found = get_cached_block(*args, **kwargs)
+        return None if found and any(block.block_id >= self._limit for block in found) else found
+
+
+def obstacle(core: Any) -> str:
+    """Return why the blocks of ``core`` cannot be limited, or an empty string."""
+    scheduler, config = core.scheduler, core.vllm_config
+    pool = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)
+    sizes = getattr(config.cache_config, "kv_cache_max_concurrency", None)
+    if not sizes or not all(hasattr(pool, name) for name in _OF_POOL) or not hasattr(scheduler, "_preempt_request"):
+        return "this version of vLLM, or this model, manages its cache in another way"
+    if not ms.core_settings().kv_cache_piece:
+        return "start vLLM with MEMSAVER_KV_CACHE_PIECE=32MiB"
+    if getattr(scheduler, "connector", None) is not None:
+        return "a KV connector uses its blocks, too; start vLLM without --kv-transfer-config and KV offloading"
+    if getattr(config.parallel_config, "distributed_executor_backend", None) == "ray":
+        return "workers of Ray take calls while they compute; start vLLM with --distributed-executor-backend mp"
+    return ""
+
+
+def answer(
+    collective_rpc: Function, core: Any, method: Any, timeout: Any = None, args: Any = (), *more: Any, **others: Any
+) -> Any:
+    """``EngineCore.collective_rpc``, which answers ``CALL`` itself."""
+    if method != CALL:
+        return collective_rpc(core, method, timeout, args, *more, **others)
+    if reason := obstacle(core):
+        return {"obstacle": reason}
+    if not hasattr(core, "_memsaver_blocks"):
+        core._memsaver_blocks = BlockLimit(core)
+    name, *arguments = args
+    return {"result": getattr(core._memsaver_blocks, name)(*arguments)}
