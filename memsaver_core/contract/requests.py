@@ -51,6 +51,7 @@ Tags = Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_le
 #: A caller's name for what the weights hold: the step of a trainer, a revision.
 WeightsVersion = Annotated[str, Field(min_length=1, max_length=256)]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False), _IsNumber]
+Bytes = Annotated[int, Field(ge=1, lt=1 << 63), _IsNumber]
 OperationId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.:-]+$")]
 
 
@@ -183,7 +184,7 @@ class Release(MemoryRequest, _OnTags):
         default="wait", description="Requests in flight: wait for them, abort them, or keep (freeze) them."
     )
     at_least_bytes: Annotated[
-        Annotated[int, Field(ge=1, lt=1 << 63), _IsNumber] | None,
+        Bytes | None,
         Acts("service", fleet="a fleet releases whole tags; send tags instead of at_least_bytes"),
     ] = Field(default=None, description="Release only as many tags as free this much, cheapest first.")
 
@@ -218,7 +219,7 @@ class ResizeKvCache(_Operation):
     prepare: ClassVar[bool] = False
     lease_s: ClassVar[float] = 0.0
 
-    bytes: Annotated[Annotated[int, Field(ge=1, lt=1 << 63), _IsNumber] | None, _Cache] = Field(
+    bytes: Annotated[Bytes | None, _Cache] = Field(
         default=None, description="At most so much device memory."
     )
     fraction: Annotated[Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), _IsNumber] | None, _Cache] = Field(

@@ -173,6 +173,16 @@ def test_requests_are_preempted_if_asked(client: Client, frozen: list[Future[lis
     assert [each.result() for each in frozen] == outputs(client)
 
 
+def test_queued_resizes_give_way_to_a_release(client: Client, frozen: list[Future[list[int]]]) -> None:
+    waits = client.start_resize_kv_cache(fraction=0.5, timeout_s=600)
+    queued = client.start_resize_kv_cache(fraction=0.3, timeout_s=600, wait=True)
+    assert client.plan("resize", fraction=0.5, timeout_s=600).blockers == (), "it joins"
+    assert client.occupation().operation_id is None, "the engine serves"
+    assert client.release(["weights"], mode="keep").released_bytes > 0
+    assert [client.operation(each.operation_id).status for each in (waits, queued)] == ["cancelled"] * 2
+    client.resume()
+
+
 @pytest.mark.parametrize("verb", ["release", "resume"])
 def test_a_resize_that_waits_gives_way(
     client: Client, engine: TransformersEngine, frozen: list[Future[list[int]]], verb: str
@@ -259,6 +269,8 @@ def test_a_coordinator_limits_it_as_aibrix_asks(client: Client) -> None:
             assert [engine["body"]["kv_cache"]["bytes"] for engine in answer.pop("engines")] == [4 * PAGE]
             named = {"model_name": "m", "operation_id": "limit-1"}
             assert answer == {"status": "success", **named, "applied": applied, "phase": "active"}
+        assert client.operations()[0].client.endswith(" memsaver-coordinator")
+        assert fleet.post("/v1/runtime/models/kv-limit", json={**asked, "limit_bytes": True}).status_code == 400
         refused = fleet.post("/v1/runtime/models/kv-limit", json={**asked, "limit_bytes": 1})
         assert (refused.status_code, "a page takes 3.0 MiB" in refused.json()["message"]) == (400, True)
         elsewhere = fleet.post("/v1/runtime/models/kv-limit", json={**asked, "model_name": "n"})

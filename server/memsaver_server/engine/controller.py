@@ -125,8 +125,8 @@ class EngineController:
             return Answer.of(self._prepared(operation))
         if operation.error is None:
             assert operation.report is not None
-            holder = self._holder(operation.client.partition(" ")[2])
             resized = isinstance(operation.report, reports.ResizedReport)
+            holder = "" if resized else self._holder(operation.client.partition(" ")[2])
             return Answer.of(
                 (reports.ResizedAnswer if resized else reports.OperationAnswer)(
                     **dict(operation.report),
@@ -381,7 +381,7 @@ class EngineController:
             engine_id=self._id,
             model=model_name_of(self.engine),
             admission=AdmissionStatus(open=not now.closed_reason, reason=now.closed_reason),
-            operation_id=now.running.id if now.running else None,
+            operation_id=now.running.id if now.running and now.running.request.operation != "resize" else None,
             prepared=now.running.prepared_state() if now.running and now.running.status == "prepared" else None,
             coordinator=self._holder(asker) or asker,
             shared_by_ranks=status.shared,

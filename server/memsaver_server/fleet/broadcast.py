@@ -16,7 +16,11 @@ from memsaver_server.fleet.observer import GLANCE_S, Observer
 from memsaver_server.fleet.results import CallRow, EngineStatus, count_of
 from memsaver_server.fleet.turns.upstream import Upstreams
 
-_HEADERS = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
+_HEADERS = [
+    (b"content-type", b"application/json"),
+    (b"accept-encoding", b"identity"),
+    (b"user-agent", b"memsaver-coordinator"),
+]
 
 
 async def call_each(

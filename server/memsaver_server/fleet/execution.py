@@ -255,7 +255,10 @@ class Execution:
         request = self._request
         if request.operation == "release":
             return {"wait": True, "wait_for_memory_s": self._timeout_s}
-        wishes = wishes_for(part.member, (await self._keeper.load()).wanted)
+        wanted: tuple[Wanted, ...] = ()  # if the record cannot be read: what the regions' own policies say
+        with suppress(RecordError):
+            wanted = (await self._keeper.load()).wanted
+        wishes = wishes_for(part.member, wanted)
         options: dict[str, Any] = {}
         restore: dict[str, str] = {}
         for tag in part.after.tags if part.after else ():

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -261,11 +262,11 @@ class Operation:
                 self._lease_ends = max(self._lease_ends, clock.monotonic() + request.lease_s)
 
     def expedite(self, request: Asked, client: str) -> None:
-        """Overtake its drain, as ``request`` of ``client`` waits behind it. A resize that still waits ends."""
+        """Overtake its drain, as ``request`` of ``client`` waits behind it. A resize that still waits is cancelled."""
         with self.changed:
-            if self.request.operation == "resize" and self.is_running and self.table.allows(self.state, "cancel"):
-                self.cancelled_by = self.cancelled_by or f"a {request.operation} of {client}"
-                self.advance("cancel")
+            if self.request.operation == "resize" != request.operation:
+                with suppress(errors.TooLateToCancelError):
+                    self.cancel(f"a {request.operation} of {client}")
                 return
             overtaken = _overtaken(self.request, request)
             if overtaken is not None and self.table.allows(self.state, "overtake"):

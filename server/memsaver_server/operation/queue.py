@@ -83,15 +83,18 @@ class OperationQueue:
             else:
                 operation = self._joined(request, key, client) or self._enqueue(request, work, key, client)
                 self._keys.add(key, request, operation)
+            ended = self._drop_ended()
+        for each in ended:
+            self._conclude(each)
         return operation
 
     def cancel(self, operation: Operation, by: str) -> None:
         """See ``Operation.cancel``; also let its callers know if it has ended."""
         with self._changed:
-            ended = operation.cancel(by)
-            self._pending = deque(entry for entry in self._pending if not entry[0].has_ended)
-        if ended:
-            self._conclude(operation)
+            operation.cancel(by)
+            ended = self._drop_ended()
+        for each in ended:
+            self._conclude(each)
 
     def close(self) -> None:
         """Cancel what is prepared, and let the worker, which refers to the engine, end once the queue is empty."""
@@ -104,6 +107,12 @@ class OperationQueue:
                 self.cancel(operation, "the end of the service")
 
     # With the lock held.
+
+    def _drop_ended(self) -> list[Operation]:
+        """Return the queued operations that were cancelled, which leave the queue."""
+        ended = [operation for operation, _ in self._pending if operation.has_ended]
+        self._pending = deque(entry for entry in self._pending if not entry[0].has_ended)
+        return ended
 
     def _joined(self, request: Asked, key: str | None, client: str) -> Operation | None:
         """Return the operation whose result is the state that ``request`` asks for, once all that is queued has run."""

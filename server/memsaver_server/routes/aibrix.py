@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from memsaver_core.contract.errors import NotFoundError
 from memsaver_core.contract.model import Model
-from memsaver_core.contract.requests import Fields, FleetRelease, FleetResume, Selected
+from memsaver_core.contract.requests import Bytes, Fields, FleetRelease, FleetResume, Selected
 from memsaver_server.controller import Answer, Models
 from memsaver_server.fleet.controller import FleetController
 from memsaver_server.fleet.results import CallRow, EngineResult
@@ -38,7 +38,7 @@ class RuntimeSleep(RuntimeWake):
 class RuntimeLimit(RuntimeWake):
     """AIBrix's limit of a model's KV cache."""
 
-    limit_bytes: Annotated[int, Field(ge=1, lt=1 << 63)]
+    limit_bytes: Bytes
 
 
 class RuntimeAnswer(Model):
