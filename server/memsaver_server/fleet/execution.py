@@ -56,6 +56,7 @@ class Execution:
         self._silence_s = silence_s
         self._report = partial(report, operation)
         self._wish = operation.wish
+        self._noted = False  # as running, in the record
 
     async def alone(self) -> None:
         """Carry it out on each engine by itself.
@@ -124,7 +125,8 @@ class Execution:
         else:
             self._operation.how = "done"
             await self._confirm()
-            await self._end(self._wish)
+            # If all engines are otherwise by now, another coordinator has undone it.
+            await self._end(*([] if all(part.failure for part in self._parts) else [self._wish]))
 
     async def undo(self) -> None:
         """Have every engine as before: abort what is prepared, move back what was moved."""
@@ -299,6 +301,7 @@ class Execution:
         digest = self._operation.digest
         running = Running(stage=stage, wanted=self._wish, key=self._key, digest=digest, engines=engines)
         await self._keeper.running(self._id, running)
+        self._noted = True
 
     async def _end(self, *wishes: Wanted) -> None:
         is_done = self._operation.how in ("done", "each") and not _failed(self._parts)
@@ -306,7 +309,7 @@ class Execution:
         if self._operation.how == "aborted" and self._operation.given_up.is_set():
             outcome = "cancelled"
         try:
-            await self._keeper.ended(self._id, self._operation.known(outcome), *wishes)
+            await self._keeper.ended(self._id, self._operation.known(outcome), *wishes, noted=self._noted)
         except RecordError:
             # The engines are the truth, and the keeper writes it later.
             logger.exception("fleet operation %s has ended, but could not be recorded", self._id)
