@@ -354,10 +354,9 @@ class FleetController:
 
     async def limit_kv_cache(self, selected: Fields, limit_bytes: int) -> tuple[Answer, bool]:
         """Resize the KV cache of each selected engine, each by itself; return whether one has changed, too."""
-        rows = await self._rows_of(selected, "POST", "/kv_cache", {"bytes": limit_bytes})
-        bodies = [row.body for row in rows if isinstance(row.body, dict)]
-        changed = any(body.get("released_bytes") or body.get("resumed_bytes") for body in bodies)
-        return answer_of(rows, "KV cache resized"), changed
+        answer = await self._call(selected, "KV cache resized", "POST", "/kv_cache", {"bytes": limit_bytes})
+        bodies = [row["body"] for row in answer.body["engines"] if isinstance(row["body"], dict)]
+        return answer, any(body.get("released_bytes") or body.get("resumed_bytes") for body in bodies)
 
     async def flush(self, selected: Fields) -> Answer:
         return await self._call(selected, "Cache flushed", "POST", "/flush_cache")
@@ -388,20 +387,10 @@ class FleetController:
     ) -> Answer:
         """Send the same call to every selected engine; return the answer that lists theirs, and says ``done`` if all
         succeed. Raises FleetUnknownError if the members cannot be read, NotFoundError if no engine is selected."""
-        return answer_of(await self._rows_of(selected, method, path, body, query), done)
-
-    async def _rows_of(
-        self,
-        selected: Fields,
-        method: str,
-        path: str,
-        body: dict[str, Any] | bytes | None,
-        query: dict[str, Any] | None = None,
-    ) -> list[results.CallRow]:
         engines = self._engines_of(selected)
         rows = await call_each(engines, self._upstreams, self._observer, method, path, body, query)
         await self._observer.look([row.name for row in rows])
-        return rows
+        return answer_of(rows, done)
 
     def _engines_of(self, fields: Fields) -> list[results.EngineStatus]:
         """Return the engines that a call is about; raises as ``_call``."""
