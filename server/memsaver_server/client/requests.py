@@ -142,30 +142,13 @@ class Event:
 
 
 class EventParser:
-    """Parses lines into events; ignores comments (keep-alives)."""
+    """Parses the lines of a service's events, each of which has one line of data; ignores all others (keep-alives)."""
 
-    def __init__(self) -> None:
-        self._name = "message"
-        self._data: list[str] = []
+    _name = ""
 
     def feed(self, line: str) -> Event | None:
         """Take one line without its line break; return the event that it completes, if any."""
-        if not line:
-            return self._complete()
-        field, _, value = line.partition(":")
-        value = value.removeprefix(" ")
+        field, _, value = line.partition(": ")
         if field == "event":
             self._name = value
-        elif field == "data":
-            self._data.append(value)
-        return None
-
-    def _complete(self) -> Event | None:
-        name, data = self._name, "\n".join(self._data)
-        self._name, self._data = "message", []
-        if not data:
-            return None
-        try:
-            return Event(name, json.loads(data))
-        except ValueError:
-            return Event(name, data)
+        return Event(self._name, json.loads(value)) if field == "data" else None
