@@ -136,26 +136,17 @@ class RecordContent(Model):
             return f"{VERBS[running.wanted.state]} {operation_id}"
         return ""
 
-    def knowing(self, operation_id: str, known: Known) -> RecordContent:
-        """Return the record with what an id stands for, without ids that are too old or too many."""
-        kept = {key: each for key, each in self.ids.items() if each.at > known.at - KEPT_S and key != operation_id}
-        last = list({**kept, operation_id: known}.items())[-MAX_KEPT:]
-        return self.model_copy(update={"ids": dict(last)})
-
-    def wishing(self, wish: Wanted) -> RecordContent:
-        """Return the record with ``wish``, without wishes that it makes void."""
-        kept = tuple(old for old in self.wanted if not _covers(wish, old))
-        return self.model_copy(update={"wanted": (*kept, wish)})
-
     def noting(self, operation_id: str, known: Known, *wishes: Wanted) -> RecordContent:
-        """Return the record in which an operation does not run, and its id and its wishes are known."""
-        left = {key: value for key, value in self.running.items() if key != operation_id}
-        content = self.model_copy(update={"running": left})
+        """Return the record in which an operation does not run, and its id and its wishes are known. Ids that are too
+        old or too many, and wishes that the new ones make void, are not in it."""
+        running = {key: each for key, each in self.running.items() if key != operation_id}
+        ids, wanted = self.ids, self.wanted
         if known.digest:
-            content = content.knowing(operation_id, known)
+            kept = [(key, each) for key, each in ids.items() if each.at > known.at - KEPT_S and key != operation_id]
+            ids = dict([*kept, (operation_id, known)][-MAX_KEPT:])
         for wish in wishes:
-            content = content.wishing(wish)
-        return content
+            wanted = (*(old for old in wanted if not _covers(wish, old)), wish)
+        return self.model_copy(update={"running": running, "ids": ids, "wanted": wanted})
 
 
 class Record(Protocol):
