@@ -22,6 +22,7 @@ import memsaver_core as ms
 from memsaver_core import communicators
 from memsaver_core.contract.errors import ConfigurationError, MemsaverError
 from memsaver_server.app import create_app
+from memsaver_server.client.address import place
 from memsaver_server.engine import Engine, memory_of
 from memsaver_server.engine.lifecycle import Lifecycle
 from memsaver_server.heap_reserve import reserved_heap
@@ -58,7 +59,7 @@ class Attachment:
         self._inode = os.stat(name).st_ino if isinstance(name, str) else 0
         self.address: tuple[str, int] | str = name if isinstance(name, str) else (name[0], name[1])
         scheme = "https" if server.config.is_ssl else "http"
-        self.url = f"unix://{name}" if isinstance(name, str) else _url(scheme, name[0], name[1])
+        self.url = f"unix://{name}" if isinstance(name, str) else f"{scheme}://{place(name[0], name[1])}"
 
     def close(self) -> None:
         """Stop accepting connections, let responses in progress end for ``GRACE_S``, remove the socket. Idempotent.
@@ -255,7 +256,3 @@ def _bind_unix(path: str) -> socket.socket:
         bound.close()
         raise ConfigurationError(f"cannot bind {path!r}: {error}; choose another path") from None
     return bound
-
-
-def _url(scheme: str, host: str, port: int) -> str:
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
