@@ -231,11 +231,11 @@ class Controller(Protocol[OperationT]):
         """Overwrite some weights with those of a body, which a controller of several engines passes on as it is."""
 
 
-def accepted(operation: Operation, of: str = "") -> Answer:
-    """Return the answer to a caller who does not wait; ``of`` says whose operation it is."""
+def accepted(operation: Operation) -> Answer:
+    """Return the answer to a caller who does not wait."""
     verb, location = operation.request.operation, f"/operations/{operation.id}"
     answer = reports.AcceptedAnswer(
-        message=f"{verb} {operation.id}{of} continues in the background",
+        message=f"{verb} {operation.id} continues in the background",
         operation=verb,
         operation_id=operation.id,
         status=operation.status,

@@ -160,12 +160,16 @@ def fields_of(model: type[Model], limit: str | None = None) -> Callable[..., Awa
         try:
             return model.model_validate({name: value for name, value in given.items() if name in known})
         except ValidationError as error:
-            errors = error.errors(include_url=False)
-            wrong = "; ".join(map(_sentence, errors[:MAX_ERRORS]))
-            more = f"; and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
-            raise BadRequestError(f"cannot use the request: {wrong}{more}") from None
+            raise BadRequestError(f"cannot use the request: {wrong(error)}") from None
 
     return read
+
+
+def wrong(error: ValidationError) -> str:
+    """Return what is wrong with the fields of a request; names ``MAX_ERRORS`` at most."""
+    errors = error.errors(include_url=False)
+    more = f"; and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
+    return "; ".join(map(_sentence, errors[:MAX_ERRORS])) + more
 
 
 def _sentence(error: Mapping[str, Any]) -> str:

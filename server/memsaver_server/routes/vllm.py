@@ -17,7 +17,7 @@ from memsaver_core.contract.model import Model
 from memsaver_core.contract.requests import ASKS_ONLY, Acts, DrainMode, Fields
 from memsaver_server.controller import Answer, Controller, EngineState, Models
 from memsaver_server.http.auth import reads_only
-from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, joined, operated, plain, takes
+from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, joined, operated, plain, takes, wrong
 from memsaver_server.http.service import ControllerOf, ServiceOf, response_of
 from memsaver_server.http.unknown_fields import NamesIgnored
 
@@ -97,8 +97,7 @@ def whole(fields: Any) -> Any:
     try:
         return whole(type(fields).model_validate({**given, **fields.options}))  # which may have options, too
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise BadRequestError(f"cannot use the options: {wrong}") from None
+        raise BadRequestError(f"cannot use the options: {wrong(error)}") from None
 
 
 def router(models: Models) -> APIRouter:
