@@ -34,7 +34,7 @@ from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.members import MembershipError
 from memsaver_server.fleet.metrics import FleetMetrics
 from memsaver_server.fleet.observer import Observer
-from memsaver_server.fleet.operation import FleetOperation, Origin
+from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.record import RecordError
 from memsaver_server.fleet.seen import occupation, total
 from memsaver_server.fleet.turns.options import TurnOptions
@@ -145,7 +145,7 @@ class FleetController:
                 f"cannot {asked.operation}: {opposed.request.operation} {opposed.id} of the fleet is in progress "
                 'on some of these engines. Try again when it is done, or send "wait": true'
             )
-        origin: Origin = "turns" if client == TURNS else "caller"
+        origin: results.Origin = "turns" if client == TURNS else "caller"
         return self._fleet.start(FleetOperation.of(asked, key or "", client, origin))
 
     async def attend(self, operation: FleetOperation, *, prepared: bool) -> None:
@@ -369,8 +369,7 @@ class FleetController:
         raise errors.BadRequestError("a fleet passes requests for tokens on; it computes none itself")
 
     async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
-        body = asked.model_dump(include={"model_path", "flush_cache", "abort_all_requests", "weight_version"})
-        return await self._call(selected, "Weights written", "POST", "/update_weights_from_disk", body)
+        return await self._call(selected, "Weights written", "POST", "/update_weights_from_disk", asked.model_dump())
 
     async def update_from_tensor(self, asked: Fields | bytes) -> Answer:
         assert isinstance(asked, bytes)

@@ -14,7 +14,7 @@ from memsaver_core.contract.requests import Asked, AskedOfFleet, FleetRelease
 from memsaver_server import clock
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.record import Known, Outcome, Running, Wanted
-from memsaver_server.fleet.results import FleetProgress, FleetResult
+from memsaver_server.fleet.results import FleetProgress, FleetResult, Origin
 from memsaver_server.operation.history import KEPT_S
 from memsaver_server.operation.operation import Operation
 from memsaver_server.operation.table import Row, Table
@@ -49,10 +49,6 @@ FLEET = Table(
     Row("committing rolling_back succeeded failed", "cancel", "caller", TooLateToCancelError),
     Row("queued asking preparing aborting committing rolling_back", "commit_by_caller", "caller", LeaseEndedError),
 )
-
-
-#: Whose idea an operation was: a caller's, that of the models that take turns, or the reconciler's.
-Origin = Literal["caller", "turns", "reconciler"]
 
 
 @dataclass(eq=False, kw_only=True)
