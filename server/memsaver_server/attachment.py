@@ -131,10 +131,8 @@ def serve_app(
     ssl_keyfile: _Path | None = None,
     ssl_certfile: _Path | None = None,
 ) -> Attachment:
-    """Serve the application of ``make_app``, whose ``state.memsaver`` is a ``Service``.
-
-    The other arguments, and the errors, are those of ``attach``.
-    """
+    """Serve the application of ``make_app``, whose ``state.memsaver`` is a ``Service``. The other arguments, and the
+    errors, are those of ``attach``."""
     warn_of_misspelt_variables()
     if ssl_certfile or ssl_keyfile:
         _check_certificate(ssl_certfile, ssl_keyfile)
@@ -167,11 +165,7 @@ def serve_app(
 
 
 def check_place(host: str, port: int, uds: _Path | None, settings: Settings) -> None:
-    """Check that ``attach`` could bind here, before anything that takes long.
-
-    Raises:
-        ConfigurationError: the address needs a key, or cannot be bound.
-    """
+    """Raise ConfigurationError if ``attach`` could not bind here, before anything that takes long."""
     _bind(host, port, uds, settings).close()
     if uds is not None:
         os.unlink(uds)

@@ -134,12 +134,8 @@ class Controller(Protocol[OperationT]):
         """Start an operation, or join an equal one; ``key`` is the caller's Idempotency-Key."""
 
     async def attend(self, operation: OperationT, *, prepared: bool) -> None:
-        """Wait until an operation has ended, or is ``prepared`` if its caller asked for that.
-
-        Raises:
-            PhaseTimeoutError: it stalls. It continues.
-            EngineFailedError: a rank was lost.
-        """
+        """Wait until an operation has ended, or is ``prepared`` if its caller asked for that. Raises PhaseTimeoutError
+        if it stalls (it continues), EngineFailedError if a rank was lost."""
 
     def answer(self, operation: OperationT) -> Answer:
         """Return the answer to the callers of an operation that has ended, or is prepared."""
@@ -154,11 +150,8 @@ class Controller(Protocol[OperationT]):
         """Return the remembered operations, newest first."""
 
     async def commit(self, operation: OperationT, key: str | None = None) -> None:
-        """Carry out what is prepared; wait for its end. ``key`` is the caller's Idempotency-Key.
-
-        Raises:
-            ConflictError: it was prepared under another key.
-        """
+        """Carry out what is prepared; wait for its end. Raises ConflictError if it was prepared under another
+        Idempotency-Key than ``key``."""
 
     async def cancel(self, operation: OperationT, by: str, key: str | None = None, *, force: bool = False) -> None:
         """Give up an operation that moves no memory yet; wait for its end. Raises as ``commit``, unless ``force``."""

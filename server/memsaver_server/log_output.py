@@ -130,11 +130,8 @@ class LogStream(io.TextIOBase):
 
 
 def write_all(descriptor: int, content: bytes) -> None:
-    """Write all of ``content``, however long this takes.
-
-    Raises:
-        OSError: the descriptor is closed, or its other end, disk or device does not take the content.
-    """
+    """Write all of ``content``, however long this takes. Raises OSError if the descriptor is closed, or its other end,
+    disk or device does not take the content."""
     while content:
         try:
             content = content[os.write(descriptor, content) :]

@@ -14,10 +14,7 @@ def place(host: str, port: int) -> str:
 
 def parse_address(url: str) -> str:
     """Return ``url`` in full: ``localhost:30000`` is ``http://localhost:30000``, ``unix:/run`` is ``unix:///run``.
-
-    Raises:
-        ValueError: it is not the address of a service.
-    """
+    Raises ValueError if it is not the address of a service."""
     address = url.strip()
     if address.startswith("unix:/") and not address.startswith("unix://"):
         address = address.replace("unix:", "unix://", 1)

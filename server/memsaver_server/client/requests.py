@@ -52,11 +52,7 @@ class Target:
     def __init__(
         self, url: str, uds: str | None, api_key: str | None, timeout_s: float, operation_timeout_s: float | None
     ) -> None:
-        """``url`` may be ``unix:///path``.
-
-        Raises:
-            ValueError: ``url`` is not an address, or the key contains characters that a header cannot carry.
-        """
+        """Raises ValueError if ``url`` is not an address, or the key contains characters that a header cannot carry."""
         address = f"unix://{uds}" if uds else parse_address(url)
         self.uds = address.removeprefix("unix://") if address.startswith("unix://") else None
         self.address = address
@@ -86,10 +82,7 @@ def operation_call(
     name: OperationName, tags: Iterable[str] | None, keywords: Mapping[str, object], *flags: str
 ) -> Call:
     """Return the call of an operation on ``tags`` (None: all); keywords that are None are left out, ``flags`` are true.
-
-    Raises:
-        TypeError: a keyword argument does not exist.
-    """
+    Raises TypeError if a keyword argument does not exist."""
     known = _KEYWORDS[name].__annotations__
     if unknown := sorted(keywords.keys() - known.keys()):
         raise TypeError(f"unknown keyword argument {unknown[0]!r}; {name} takes {', '.join(known)}")
@@ -103,11 +96,7 @@ def operation_call(
 
 
 def parse_json(response: httpx.Response) -> Any:
-    """Return the JSON of a success.
-
-    Raises:
-        AnswerError: the answer is not a success, or not JSON.
-    """
+    """Return the JSON of a success; raise AnswerError if the answer is not a success, or not JSON."""
     try:
         body = response.json()
     except ValueError:
@@ -120,11 +109,7 @@ def parse_json(response: httpx.Response) -> Any:
 
 
 def parse(model: type[AnswerT], response: httpx.Response) -> AnswerT:
-    """Return a success as ``model``.
-
-    Raises:
-        AnswerError: the answer is not a success, or not a ``model``.
-    """
+    """Return a success as ``model``; raise AnswerError if the answer is not a success, or not a ``model``."""
     body = parse_json(response)
     try:
         return model.model_validate(body)

@@ -34,11 +34,7 @@ class Service:
 
     async def operate(self, request: Request, asked: Asked) -> Operation:
         """Start an operation or join an equal one. Unless ``asked.run_async``, wait until it has ended or is prepared.
-
-        Raises:
-            ServerEndsError: the server shuts down first.
-            Also as Controller.submit and Controller.attend.
-        """
+        Raises ServerEndsError if the server shuts down first, or as Controller.submit and Controller.attend."""
         operation: Operation = await self.controller.submit(asked, client=caller(request), key=key_of(request))
         if not asked.run_async:
             try:
@@ -62,11 +58,7 @@ class Service:
 
 
 def key_of(request: Request) -> str | None:
-    """Return the caller's Idempotency-Key, or None.
-
-    Raises:
-        BadRequestError: it is too long to be kept.
-    """
+    """Return the caller's Idempotency-Key, or None; raise BadRequestError if it is too long to be kept."""
     key = request.headers.get("idempotency-key") or None
     if key is not None and len(key) > MAX_KEY:
         raise BadRequestError(f"the Idempotency-Key has {len(key)} characters; send at most {MAX_KEY}")

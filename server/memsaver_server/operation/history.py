@@ -79,11 +79,8 @@ class Keys:
         self._uses: dict[str, _Use] = {}  # of operations that are remembered, by id
 
     def find(self, request: Asked, key: str | None) -> Operation | None:
-        """Return the operation that a call under ``key`` got before, unless that is to be tried anew.
-
-        Raises:
-            IdempotencyKeyError: the call before was another request.
-        """
+        """Return the operation that a call under ``key`` got before, unless that is to be tried anew. Raises
+        IdempotencyKeyError if the call before was another request."""
         self._drop()
         if key is None or key not in self._keys:
             return None

@@ -272,14 +272,8 @@ class Operation:
                 self.request = overtaken
 
     def cancel(self, by: str) -> bool:
-        """Cancel on behalf of ``by``. It ends soon, a queued one at once. Idempotent.
-
-        Returns:
-            Whether it was queued and has ended now; its callers do not know yet.
-
-        Raises:
-            TooLateToCancelError: it moves memory already, or has ended otherwise.
-        """
+        """Cancel on behalf of ``by``. It ends soon, a queued one at once: return whether it has ended now, which its
+        callers do not know yet. Idempotent. Raises TooLateToCancelError if it moves memory already, or has ended."""
         with self.changed:
             if not self.has_ended:
                 self.cancelled_by = self.cancelled_by or by
@@ -291,12 +285,8 @@ class Operation:
             return False
 
     def commit(self, key: str | None = None) -> None:
-        """Let it go on if it is prepared. From now on equal calls without ``prepare`` may join it. Idempotent.
-
-        Raises:
-            ConflictError: it was prepared under another key.
-            LeaseEndedError: it is not prepared, and was not committed.
-        """
+        """Let it go on if it is prepared. From now on equal calls without ``prepare`` may join it. Idempotent. Raises
+        ConflictError if it was prepared under another key, LeaseEndedError if it is neither prepared nor committed."""
         with self.changed:
             if self.committed:
                 return
@@ -322,12 +312,8 @@ class Operation:
             raise self._cancellation()
 
     def hold(self) -> None:
-        """Stay prepared until the commit; return at once if there was one, or if it is not to be prepared. Memory is
-        moved from then on, which is not interrupted.
-
-        Raises:
-            OperationCancelledError: it was cancelled, or its lease has ended.
-        """
+        """Stay prepared until the commit; return at once if there was one, or if it is not to be prepared. From then on
+        memory is moved, without interruption. Raises OperationCancelledError if it was, or its lease has ended."""
         if not self.blocks_others:
             with self.changed:
                 self.check()
@@ -347,11 +333,7 @@ class Operation:
                 self.check()
 
     def move_later(self) -> None:
-        """Nothing was moved, as memory is short: it may be cancelled again.
-
-        Raises:
-            OperationCancelledError: it was cancelled meanwhile.
-        """
+        """Nothing was moved, as memory is short: it may be cancelled again. Raises OperationCancelledError if it is."""
         with self.changed:
             self.advance("shortage")
             if self.cancelled_by is not None:
@@ -365,11 +347,8 @@ class Operation:
         return report
 
     def undo(self, asked: Asked | None = None) -> bool:
-        """Let no call join it any more, as an error ends it before memory is moved.
-
-        Returns:
-            False if that is not so: memory was moved, it was cancelled, or its drain was overtaken since ``asked``.
-        """
+        """Let no call join it any more, as an error ends it before memory is moved. Return False if that is not so:
+        memory was moved, it was cancelled, or its drain was overtaken since ``asked``."""
         with self.changed:
             ends = self.table.allows(self.state, "error") and (asked is None or asked is self.request)
             if ends:
@@ -413,11 +392,8 @@ class Operation:
             self._settled.set_result(None)
 
     def advance(self, event: str) -> None:
-        """Go to the table's next state. The caller holds the lock.
-
-        Raises:
-            TooLateToCancelError, LeaseEndedError: the table refuses the event.
-        """
+        """Go to the table's next state; raise TooLateToCancelError or LeaseEndedError if the table refuses the event.
+        The caller holds the lock."""
         to = self.table.next(self.state, event)
         if not isinstance(to, str):
             raise self._refusal(to)

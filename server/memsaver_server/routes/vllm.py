@@ -86,11 +86,7 @@ def release_of(fields: Any, models: Models) -> Any:
 
 
 def whole(fields: Any) -> Any:
-    """Return the fields with those in ``options``, which override.
-
-    Raises:
-        BadRequestError: one has a wrong value, or does not exist.
-    """
+    """Return the fields with those in ``options``, which override; raise BadRequestError if one has a wrong value."""
     if not isinstance(fields, Options) or not fields.options:
         return fields
     given = {name: getattr(fields, name) for name in fields.model_fields_set - {"options"}}
