@@ -55,12 +55,7 @@ TICK_S = 0.1
 
 
 class FleetController:
-    """Implements ``Controller`` and ``turns.Mover``. Use it in one event loop, except ``close``.
-
-    Attributes:
-        turns: the models that take turns.
-        proxy: passes requests for models on.
-    """
+    """Implements ``Controller`` and ``turns.Mover``. Use it in one event loop, except ``close``."""
 
     name = "fleet"
     capabilities: frozenset[Capability] = frozenset({"update", "resize", "models"})

@@ -148,11 +148,8 @@ class AsyncFleet:
         return await self.run(_asked(FleetResume, FleetResumeKeywords, selector, tags, operation_id, options))
 
     async def cancel(self, operation_id: str) -> FleetResult:
-        """Give up an operation in mode ``all`` that has not begun to commit; return its result. Idempotent.
-
-        Raises:
-            FleetError: none of this id runs, or it moves memory already.
-        """
+        """Give up an operation in mode ``all`` that has not begun to commit; return its result. Idempotent. Raises
+        FleetError if none of this id runs, or it moves memory already."""
         running = self.history.get(operation_id)
         if running is None or running.task is None or running.has_ended:
             raise FleetError(f"no operation {operation_id!r} of the fleet runs that could be cancelled")
@@ -185,11 +182,8 @@ class AsyncFleet:
         return [operation for operation in reversed(self.history.recent()) if not operation.has_ended]
 
     def watch(self, interval_s: float = 1.0) -> AsyncIterator[FleetEvent]:
-        """Yield the events of the fleet until the iterator is closed; first ``joined`` for each member.
-
-        Args:
-            interval_s: how often the engines are asked, seconds.
-        """
+        """Yield the events of the fleet until the iterator is closed; first ``joined`` for each member. The engines are
+        asked every ``interval_s`` seconds."""
         return self._hub.watch(self.roster, interval_s)
 
     async def recover(self) -> list[FleetResult]:
@@ -252,12 +246,8 @@ class AsyncFleet:
         return await operation.outcome()
 
     async def check(self, asked: AskedOfFleet, operation_id: str, name: str, noun: str) -> None:
-        """Check that an id stands for no request but ``asked``; errors call it ``name``, a ``noun``.
-
-        Raises:
-            IdempotencyKeyError: it stands for another.
-            RecordError: the record cannot be read.
-        """
+        """Raise IdempotencyKeyError if an id, which it calls ``name``, a ``noun``, stands for another request than
+        ``asked``, or RecordError if the record cannot be read."""
         if not operation_id:
             return
         record = await self._keeper.load()

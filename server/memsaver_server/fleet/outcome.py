@@ -15,13 +15,8 @@ _LISTED = 8
 
 
 def result_of(operation: FleetOperation, prepared_for_s: float, coordinator: str, why: str = "") -> FleetResult:
-    """Return the answer of an operation that has ended.
-
-    Args:
-        prepared_for_s: how long an engine stays prepared by itself, seconds.
-        coordinator: the one that has carried it out.
-        why: a reason of its failure that no engine gave.
-    """
+    """Return the answer of an operation that ``coordinator`` has ended; ``why``: a reason of its failure that no engine
+    gave. By itself an engine stays prepared for ``prepared_for_s`` seconds."""
     asked, parts = operation.asked, operation.parts
     given_up = operation.how in ("aborted", "undone")
     # Engines that are not as before although the operation was given up, or do not say.

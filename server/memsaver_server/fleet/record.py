@@ -153,18 +153,11 @@ class Record(Protocol):
     """Keeps the record. One coordinator writes it at a time."""
 
     async def load(self) -> RecordContent:
-        """Return what was saved last, or an empty record.
-
-        Raises:
-            RecordError: it cannot be read, and why.
-        """
+        """Return what was saved last, or an empty record. Raises RecordError, with the reason, if it cannot be read."""
 
     async def save(self, content: RecordContent) -> None:
-        """Replace the record. Once this returns, ``load`` gives ``content``, also after a crash.
-
-        Raises:
-            RecordError: it cannot be written, and why; the old one is still there.
-        """
+        """Replace the record. Once this returns, ``load`` gives ``content``, also after a crash. Raises RecordError,
+        with the reason, if it cannot be written: the old one is still there."""
 
 
 class RecordError(Exception):

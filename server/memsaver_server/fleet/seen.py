@@ -14,12 +14,8 @@ _TAG_SIZES = [name for name, field in TagOccupation.model_fields.items() if fiel
 
 
 def occupation(observer: Observer, running: str | None, requests: Mapping[str, int]) -> FleetOccupationAnswer:
-    """Return what the engines hold together, and a row for each.
-
-    Args:
-        running: the oldest operation that runs.
-        requests: in flight through this coordinator, by engine.
-    """
+    """Return what the engines hold together, and a row for each. ``running`` is the oldest operation that runs,
+    ``requests`` are those in flight through this coordinator, by engine."""
     status, silence = observer.status, observer.silence()
     seen = [engine.occupation for engine in status.engines if engine.occupation is not None]
     is_open = any(one.admission.open for one in seen)

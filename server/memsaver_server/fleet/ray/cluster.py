@@ -41,11 +41,7 @@ class ActorState:
 
 
 def connect() -> None:
-    """Connect this process to the cluster, if it is not.
-
-    Raises:
-        ConnectionError: this machine is in none.
-    """
+    """Connect this process to the cluster, if it is not; raise ConnectionError if this machine is in none."""
     if not ray.is_initialized():
         ray.init(address="auto", log_to_driver=False, logging_level="WARNING")
 

@@ -33,9 +33,6 @@ class RayMembership:
 
     An actor that restarts is still a member, so that an operation which needs it fails and names it. One that is dead
     for good has left; ``deaths`` lists it. Use it in one event loop of a process connected to Ray.
-
-    Args:
-        fleet: the name of the fleet.
     """
 
     def __init__(self, fleet: str = "default") -> None:

@@ -22,7 +22,7 @@ from memsaver_server import clock
 from memsaver_server.fleet.results import FleetError, FleetResult, FleetStatus
 from memsaver_server.fleet.turns.errors import NoTurnError, QueueFullError, UnknownModelError
 from memsaver_server.fleet.turns.options import TurnOptions
-from memsaver_server.fleet.turns.slot import Slot, SlotState, victims
+from memsaver_server.fleet.turns.slot import Slot, victims
 
 logger = logging.getLogger("memsaver")
 
@@ -94,11 +94,7 @@ class Line:
 
 
 class Turns:
-    """The turns of all models of a fleet. Use it in one event loop.
-
-    Attributes:
-        wakes: how many engines were woken for a request so far, by model.
-    """
+    """The turns of all models of a fleet. Use it in one event loop."""
 
     def __init__(self, options: TurnOptions, mover: Mover) -> None:
         self.options = options
@@ -109,7 +105,7 @@ class Turns:
         self._timer: asyncio.TimerHandle | None = None
         self._last_move_s = 1.0
         self._closed = False
-        self.wakes: dict[str, int] = {}
+        self.wakes: dict[str, int] = {}  # engines that were woken for a request so far, by model
 
     @property
     def models(self) -> dict[str, list[Slot]]:
@@ -125,13 +121,8 @@ class Turns:
         return {slot.name: slot.in_flight for slot in self._slots.values()}
 
     async def enter(self, model: str) -> Slot:
-        """Wait for an engine of ``model`` that is ready; ``leave`` gives it back.
-
-        Raises:
-            UnknownModelError: no engine serves the model.
-            QueueFullError: too many requests wait for it.
-            NoTurnError: it cannot be had now, or not within ``wait_s``.
-        """
+        """Wait for an engine of ``model`` that is ready; ``leave`` gives it back. Raises UnknownModelError if no engine
+        serves it, QueueFullError if too many requests wait, NoTurnError if it has no turn now, or within ``wait_s``."""
         slots = self._engines_of(model)
         options, line = self.options.of(model), self._lines.setdefault(model, Line())
         if len(line) >= options.queue_limit:
@@ -176,10 +167,6 @@ class Turns:
         slot.in_flight -= 1
         slot.last_used = clock.monotonic()
         self._schedule()
-
-    def failed(self, slot: Slot, state: SlotState, reason: str) -> None:
-        """Take note that ``slot`` turned out not to be ready; the next ``update`` shows its state."""
-        slot.state, slot.reason = state, reason
 
     @asynccontextmanager
     async def set_aside(self, names: Iterable[str]) -> AsyncIterator[None]:

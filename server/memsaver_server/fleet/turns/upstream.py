@@ -51,11 +51,8 @@ class Upstream:
         return not self._sending and all(answer.is_closed for answer in self._answers)
 
     async def send(self, method: str, path: bytes, headers: Headers, content: bytes) -> httpx.Response:
-        """Send a request; return the answer, whose body is not read yet and has to be closed.
-
-        Raises:
-            httpx.TransportError: there is no answer.
-        """
+        """Send a request; return the answer, whose body is not read yet and has to be closed. Raises
+        httpx.TransportError if there is none."""
         request = httpx.Request(
             method,
             self._base.copy_with(raw_path=self._base.raw_path.rstrip(b"/") + path),
