@@ -95,14 +95,14 @@ class DeviceMonitor:
             with self._changed:
                 self._latest = sample
 
-    async def fresh(self, timeout_s: float = FRESH_S) -> Sample:
-        """Return a sample taken after this call, or the last one if that takes longer than ``timeout_s``."""
+    async def fresh(self) -> Sample:
+        """Return a sample taken after this call, or the last one if that takes longer than ``FRESH_S``."""
         taken: Future[None] = Future()
         self.start()
         with self._changed:
             self._waiting.append(taken)
             self._changed.notify()
-        await asyncio.wait({on_this_loop(taken)}, timeout=timeout_s)
+        await asyncio.wait({on_this_loop(taken)}, timeout=FRESH_S)
         return self._latest
 
     @reserved_heap()
