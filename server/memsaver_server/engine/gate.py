@@ -51,8 +51,11 @@ class Gate:
 
     @contextmanager
     def request(self, name: str | None = None) -> Iterator[InFlightRequest]:
-        """Run the block inside the gate. Waits for the gate to open if the service holds requests; else raises
-        AdmissionClosedError while it is closed, which says why."""
+        """Run the block inside the gate. Waits for the gate to open if the service holds requests.
+
+        Raises:
+            AdmissionClosedError: the gate is closed; the message says why.
+        """
         request = self._enter(name)
         try:
             yield request

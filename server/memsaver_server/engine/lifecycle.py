@@ -95,11 +95,8 @@ class Lifecycle:
 
         With ``request.prepare`` either stops before memory is moved, until its ``commit`` or the end of its lease.
 
-        Raises:
-            UnknownTagError: a tag does not exist. Nothing was started.
-            UnsupportedError: the process cannot be hibernated. Nothing was started.
-            VerificationUnavailableError: a release cannot be verified. Nothing was started.
-            ConflictError, IdempotencyKeyError, NoThreadError, TooManyOperationsError: see OperationQueue.submit.
+        Nothing was started if this raises UnknownTagError, UnsupportedError (the process cannot be hibernated),
+        VerificationUnavailableError (a release cannot be verified), or as OperationQueue.submit.
         """
         self.memory.check_tags(request.tags)
         if isinstance(request, Resume):
