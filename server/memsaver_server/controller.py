@@ -60,16 +60,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class EngineState:
-    """One engine as status calls of dialects show it.
-
-    Attributes:
-        asleep: it accepts no requests because memory is released or scheduling is paused.
-    """
+    """One engine as status calls of dialects show it."""
 
     name: str
     url: str
     state: str
-    asleep: bool
+    asleep: bool  # it accepts no requests because memory is released or scheduling is paused
     released: tuple[str, ...]
     tags: frozenset[str]
 
@@ -106,16 +102,10 @@ Capability = Literal["generate", "update", "resize", "models"]
 
 
 class Controller(Protocol[OperationT]):
-    """Use it in one event loop, except ``close``. Methods raise errors of the contract.
-
-    Attributes:
-        closing: set by ``close``: streams end.
-        name: of what is controlled.
-        callers: what the server counts of its callers.
-    """
+    """Use it in one event loop, except ``close``. Methods raise errors of the contract."""
 
     models: Models
-    closing: threading.Event
+    closing: threading.Event  # set by ``close``: streams end
     name: str
     capabilities: frozenset[Capability]
     callers: CallerFigures

@@ -28,19 +28,14 @@ AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Call:
-    """One request.
-
-    Attributes:
-        repeatable: it may be sent again if no answer came. Otherwise it is repeated only if the connection failed.
-        long: it may take as long as an operation.
-    """
+    """One request."""
 
     method: str
     path: str
     body: Mapping[str, Any] | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    repeatable: bool = True
-    long: bool = False
+    repeatable: bool = True  # it may be sent again if no answer came; else only if the connection failed
+    long: bool = False  # it may take as long as an operation
 
     def may_repeat(self, error: httpx.TransportError) -> bool:
         return self.repeatable or isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))

@@ -57,11 +57,7 @@ GENERATE_TIMEOUT_S = 20.0
 
 
 class EngineController:
-    """Implements ``Controller``.
-
-    Attributes:
-        lifecycle: the state machine of the engine's memory, for the program that runs the engine.
-    """
+    """Implements ``Controller``. The program that runs the engine may use its ``lifecycle``."""
 
     models = Models()
 

@@ -71,18 +71,12 @@ class Wanted(Model):
 
 
 class Known(Model):
-    """What the id of an operation stands for.
+    """What the id of an operation stands for."""
 
-    Attributes:
-        digest: of its request; empty if nobody can name it: it is the coordinator's own.
-        outcome: ``begun`` of one in mode ``best_effort`` whose coordinator ended first: a repeat carries it out.
-        at: seconds since the epoch.
-    """
-
-    digest: str
+    digest: str  # of its request; empty if nobody can name it: it is the coordinator's own
     verb: Verb
-    outcome: Outcome
-    at: float
+    outcome: Outcome  # ``begun``: one in mode ``best_effort`` whose coordinator ended first; a repeat carries it out
+    at: float  # seconds since the epoch
 
 
 class Prepared(Model):
@@ -95,17 +89,13 @@ class Prepared(Model):
 
 
 class Running(Model):
-    """How far an operation in mode ``all`` is. Once it is ``committing``, every engine is prepared.
-
-    Attributes:
-        key: the Idempotency-Key under which the engines prepare it, by which any coordinator can commit or abort it.
-        digest: of the request.
-    """
+    """How far an operation in mode ``all`` is. Once it is ``committing``, every engine is prepared. Any coordinator can
+    commit or abort it by ``key``, the Idempotency-Key under which the engines prepare it."""
 
     stage: Literal["preparing", "committing", "rolling_back"]
     wanted: Wanted
     key: str = ""
-    digest: str = ""
+    digest: str = ""  # of the request
     engines: dict[str, Prepared]
 
 
