@@ -258,16 +258,13 @@ def check_nvml(machine: Machine) -> Finding | None:
 
 
 def check_expandable_segments(machine: Machine) -> Finding:
-    on = [name for name in _ALLOCATOR_VARIABLES if _turns_expandable_segments_on(os.environ.get(name, ""))]
+    given = {name: "".join(os.environ.get(name, "").lower().split()).split(",") for name in _ALLOCATOR_VARIABLES}
+    on = [name for name, options in given.items() if "expandable_segments:true" in options]
     if on:
         by = " and ".join(on)
         found = f"on by {by}: torch 2.11 honours regions, but older versions place tensors outside them"
         return Finding("expandable segments", Level.WARNING, found, f"remove expandable_segments:True from {by}")
     return Finding("expandable segments", Level.OK, f"off ({' and '.join(_ALLOCATOR_VARIABLES)})")
-
-
-def _turns_expandable_segments_on(value: str) -> bool:
-    return "expandable_segments:true" in "".join(value.lower().split()).split(",")
 
 
 def check_torch_memory_saver(machine: Machine) -> Finding | None:

@@ -30,7 +30,7 @@ from memsaver_server.fleet.connection import Coordinator, EngineFailure
 from memsaver_server.fleet.execution import Execution
 from memsaver_server.fleet.keywords import FleetReleaseKeywords, FleetResumeKeywords
 from memsaver_server.fleet.locks import Locks
-from memsaver_server.fleet.members import Member, Membership
+from memsaver_server.fleet.members import Membership
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.outcome import result_of
 from memsaver_server.fleet.parts import Part
@@ -279,9 +279,13 @@ class AsyncFleet:
             result = await work
             operation.conclude(result)
             return result
+        except asyncio.CancelledError:
+            during = f"while {operation.request.operation} {operation.id} was in phase '{operation.phase}'"
+            left = "what was not undone, the next one with its record brings to an end"
+            operation.conclude(None, ServerEndsError(f"the coordinator ended {during}; {left}"))
+            raise
         except BaseException as error:
-            ends = isinstance(error, asyncio.CancelledError)
-            operation.conclude(None, _coordinator_ends(operation) if ends else error)
+            operation.conclude(None, error)
             raise
         finally:
             self.on_ended(operation)
@@ -344,7 +348,9 @@ class AsyncFleet:
             return self._finish(operation)
         for part in parts:
             if part.before is not None and "prepared" not in part.before.model_fields_set:
-                part.fail("asking", _cannot_prepare(part.member))
+                older = f"the service at {part.member.url} is older and cannot prepare"
+                advice = "upgrade it, leave it out, or use mode best_effort"
+                part.fail("asking", EngineFailure("cannot_prepare", f"{older}; {advice}"))
         await execution.together()
         cancelled = operation.given_up.is_set() and operation.how == "aborted"
         return self._finish(operation, "it was cancelled" if cancelled else "")
@@ -375,20 +381,6 @@ class AsyncFleet:
     def _report(self, operation: FleetOperation, event: str) -> None:
         operation.go(event)
         self._hub.publish("operation", **operation.progress_now().model_dump(mode="json"))
-
-
-def _coordinator_ends(operation: FleetOperation) -> ServerEndsError:
-    return ServerEndsError(
-        f"the coordinator ended while {operation.request.operation} {operation.id} was in phase '{operation.phase}'; "
-        "what was not undone, the next one with its record brings to an end"
-    )
-
-
-def _cannot_prepare(member: Member) -> EngineFailure:
-    return EngineFailure(
-        "cannot_prepare",
-        f"the service at {member.url} is older and cannot prepare; upgrade it, leave it out, or use mode best_effort",
-    )
 
 
 def _asked(

@@ -41,7 +41,11 @@ class Service:
                 await self.controller.attend(operation, prepared=asked.prepare)
             except asyncio.CancelledError:
                 if self.controller.closing.is_set():
-                    raise _server_ends(operation) from None
+                    verb, phase = operation.request.operation, operation.phase
+                    raise ServerEndsError(
+                        f"the server is shutting down while {verb} {operation.id} is in phase '{phase}'; the operation "
+                        "continues while the process lives"
+                    ) from None
                 raise
         return operation
 
@@ -63,13 +67,6 @@ def key_of(request: Request) -> str | None:
     if key is not None and len(key) > MAX_KEY:
         raise BadRequestError(f"the Idempotency-Key has {len(key)} characters; send at most {MAX_KEY}")
     return key
-
-
-def _server_ends(operation: Operation) -> ServerEndsError:
-    return ServerEndsError(
-        f"the server is shutting down while {operation.request.operation} {operation.id} is in phase "
-        f"'{operation.phase}'; the operation continues while the process lives"
-    )
 
 
 def response_of(answer: Answer) -> JSONResponse:

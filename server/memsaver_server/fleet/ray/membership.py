@@ -91,11 +91,8 @@ class RayMembership:
         while True:
             try:
                 async for actors in actor_events():
-                    if not actors or self._concerns(actors):
+                    if not actors or any(entry.actor in actors for entry, _ in self._seen.values()):
                         self._happened.set()
             except Exception as error:
                 logger.warning("Ray's events of actors are not received, trying again: %s", error)
                 await asyncio.sleep(_AGAIN_S)
-
-    def _concerns(self, actors: set[str]) -> bool:
-        return any(entry.actor in actors for entry, _ in self._seen.values())

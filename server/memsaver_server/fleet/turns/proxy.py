@@ -69,7 +69,9 @@ class Proxy:
                 await answer.aclose()
                 leave()
             if not refuses:
-                return _whole(answer.status_code, headers, content)
+                response = Response(content, answer.status_code)
+                response.raw_headers = headers
+                return response
             # It was released, but not by the coordinator. Nothing was generated, so the request may be sent again.
             await self._mover.look([slot.name])
         raise NoTurnError(f"{slot.name} says that it is ready, but refuses requests")
@@ -92,12 +94,6 @@ def _path(request: Request) -> bytes:
     raw: bytes = request.scope["raw_path"].split(b"?")[0]
     query: bytes = request.scope["query_string"]
     return raw + b"?" + query if query else raw
-
-
-def _whole(status: int, headers: Headers, content: bytes) -> Response:
-    response = Response(content, status)
-    response.raw_headers = headers
-    return response
 
 
 def _is_refusal(content: bytes) -> bool:

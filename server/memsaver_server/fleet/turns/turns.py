@@ -222,7 +222,9 @@ class Turns:
         asleep = [slot for slot in slots if slot.state == "asleep" and not slot.moving]
         if not asleep:
             if all(slot.state in ("dead", "kept") and not slot.moving for slot in slots):
-                line.fail(NoTurnError(_why_not(model, slots), self._retry_after_s(slots)))
+                states = "; ".join(f"{slot.name}: {slot.reason}" for slot in slots)
+                why = f"no engine of {model!r} can serve now: {states}"
+                line.fail(NoTurnError(why, self._retry_after_s(slots)))
             return
         if not line.looked:
             claimed.update(gpu for slot in asleep for gpu in slot.gpus)
@@ -360,11 +362,6 @@ class Turns:
         ends = [each.awake_since + self._awake_s(each) for each in self._slots.values() if gpus & set(each.gpus)]
         left = max(ends, default=0.0) - clock.monotonic()
         return max(1, math.ceil(max(0.0, left) + self._last_move_s))
-
-
-def _why_not(model: str, slots: Sequence[Slot]) -> str:
-    states = "; ".join(f"{slot.name}: {slot.reason}" for slot in slots)
-    return f"no engine of {model!r} can serve now: {states}"
 
 
 def _no_room(slot: Slot) -> str:
