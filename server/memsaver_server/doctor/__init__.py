@@ -319,10 +319,10 @@ def check_module_loading(machine: Machine) -> Finding | None:
 
 
 def check_host_driver(machine: Machine) -> Finding:
-    from memsaver_core._native import machine_memory_bytes
+    from memsaver_core.release_resume import total_host_bytes
     from memsaver_core.settings import CoreSettings
 
-    settings, most = CoreSettings(), machine_memory_bytes()
+    settings, most = CoreSettings(), total_host_bytes()
     size = int(settings.host_capacity) or most // 2
     names = [name for name in settings.host_device.split(",") if name]
     shared = f"shared by all processes that name {' or '.join(names)}" if names else "private to each process"
@@ -337,9 +337,9 @@ def check_host_driver(machine: Machine) -> Finding:
 
 
 def check_host_memory(machine: Machine) -> Finding:
-    from memsaver_core._native import available_memory_bytes, machine_memory_bytes
+    from memsaver_core.release_resume import available_host_bytes, total_host_bytes
 
-    found = f"{available_memory_bytes() / 2**30:.1f} GiB available of {machine_memory_bytes() / 2**30:.1f} GiB"
+    found = f"{available_host_bytes() / 2**30:.1f} GiB available of {total_host_bytes() / 2**30:.1f} GiB"
     return Finding("host memory", Level.OK, f"{found}; it holds the backups of tags that keep their content")
 
 
