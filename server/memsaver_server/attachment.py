@@ -21,8 +21,8 @@ from fastapi import FastAPI
 import memsaver_core as ms
 from memsaver_core import communicators
 from memsaver_core.contract.errors import ConfigurationError, MemsaverError
+from memsaver_server.address import place
 from memsaver_server.app import create_app
-from memsaver_server.client.address import place
 from memsaver_server.engine import Engine, memory_of
 from memsaver_server.engine.lifecycle import Lifecycle
 from memsaver_server.heap_reserve import reserved_heap

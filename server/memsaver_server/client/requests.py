@@ -13,9 +13,9 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from memsaver_core.contract.requests import OperationName
+from memsaver_server.address import DEFAULT_URL as DEFAULT_URL
+from memsaver_server.address import parse_address
 from memsaver_server.api_key import parse_api_key
-from memsaver_server.client.address import DEFAULT_URL as DEFAULT_URL
-from memsaver_server.client.address import parse_address
 from memsaver_server.client.errors import AnswerError, UnreachableError, error_for
 from memsaver_server.client.keywords import ReleaseKeywords, ResizeKvCacheKeywords, ResumeKeywords
 from memsaver_server.wrong_fields import wrong_fields

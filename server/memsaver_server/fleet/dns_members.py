@@ -11,7 +11,7 @@ import dns.exception
 import dns.resolver
 
 from memsaver_server import clock
-from memsaver_server.client.address import place
+from memsaver_server.address import place
 from memsaver_server.fleet.members import Member, MembershipError, checked
 
 #: Bounds of how long an answer counts, whatever its records say, seconds.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from memsaver_server.client.address import parse_address
+from memsaver_server.address import parse_address
 
 #: Interval at which a file of members is looked at for changes, seconds.
 REREAD_S = 1.0
