@@ -261,7 +261,7 @@ class FleetController:
 
     def _running(self) -> list[FleetOperation]:
         """Return the callers' operations that have not ended, the oldest first."""
-        return [each for each in reversed(self.recent()) if not each.has_ended and each.origin == "caller"]
+        return [each for each in self._fleet.history.running() if each.origin == "caller"]
 
     def _opposes(self, asked: AskedOfFleet, running: FleetOperation) -> bool:
         other, members = running.asked, self._observer.members.values()
@@ -308,8 +308,8 @@ class FleetController:
         return self._metrics.scrape()
 
     def _occupation(self) -> results.FleetOccupationAnswer:
-        running = [each.id for each in self.recent() if not each.has_ended]
-        return occupation(self._observer, running[-1] if running else None, self.turns.in_flight())
+        oldest = next((each.id for each in self._fleet.history.running()), None)
+        return occupation(self._observer, oldest, self.turns.in_flight())
 
     # -- the dashboard -------------------------------------------------------------------------------------------------
 

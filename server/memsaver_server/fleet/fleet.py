@@ -171,15 +171,12 @@ class AsyncFleet:
     @property
     def progress(self) -> FleetProgress | None:
         """The oldest operation of the fleet that runs now, or None."""
-        return next((operation.progress_now() for operation in self._running()), None)
+        return next((operation.progress_now() for operation in self.history.running()), None)
 
     def operations(self) -> list[FleetProgress | FleetResult]:
         """Return the operations that run, and the results of the last ones, newest first."""
         begun = [each for each in self.history.recent() if each.result or not each.has_ended]
         return [each.result or each.progress_now() for each in begun]
-
-    def _running(self) -> list[FleetOperation]:
-        return [operation for operation in reversed(self.history.recent()) if not operation.has_ended]
 
     def watch(self, interval_s: float = 1.0) -> AsyncIterator[FleetEvent]:
         """Yield the events of the fleet until the iterator is closed; first ``joined`` for each member. The engines are
@@ -229,7 +226,7 @@ class AsyncFleet:
 
     async def close(self) -> None:
         """Wait for operations in progress, and close the connections. Engines keep their state."""
-        await asyncio.gather(*(each.task for each in self._running() if each.task), return_exceptions=True)
+        await asyncio.gather(*(each.task for each in self.history.running() if each.task), return_exceptions=True)
         await self.roster.close()
 
     async def __aenter__(self) -> AsyncFleet:

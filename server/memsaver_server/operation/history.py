@@ -46,6 +46,10 @@ class History(Generic[_Operation]):
     def recent(self) -> list[_Operation]:
         return list(reversed(self._by_id.values()))
 
+    def running(self) -> list[_Operation]:
+        """Return those that have not ended, the oldest first."""
+        return [operation for operation in self._by_id.values() if not operation.has_ended]
+
     def add(self, operation: _Operation) -> None:
         self._by_id.pop(operation.id, None)  # one of this id has failed, and is repeated
         self._by_id[operation.id] = operation
