@@ -43,23 +43,14 @@ MEMORY_POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The process at one moment.
+    """The process at one moment."""
 
-    Attributes:
-        status: the core's account.
-        state: ``resident``, ``releasing``, ``released``, ``resuming`` or ``failed``.
-        closed_reason: why the engine accepts no requests, or an empty string if it does.
-        running: the operation in progress, or None.
-        unwritten: the tags whose content is lost until it is written again.
-        weights_version: what the last update named the weights; None if it named nothing, or they are lost.
-    """
-
-    status: Status
-    state: str
-    closed_reason: str
+    status: Status  # the core's account
+    state: str  # ``resident``, ``releasing``, ``released``, ``resuming`` or ``failed``
+    closed_reason: str  # why the engine accepts no requests, or an empty string if it does
     running: Operation | None
-    unwritten: frozenset[str]
-    weights_version: str | None
+    unwritten: frozenset[str]  # the tags whose content is lost until it is written again
+    weights_version: str | None  # what the last update named the weights; None if it named nothing, or they are lost
 
 
 class Lifecycle:

@@ -56,36 +56,23 @@ class Moved(Protocol):
 
 @dataclass(eq=False)
 class Operation:
-    """One release, resume or resize. Every method may be called from any thread; fields are read without the lock.
-
-    Attributes:
-        request: what its callers ask for together.
-        client: its first caller.
-        key: the Idempotency-Key of that call, or None. If it is to be prepared, this key proves who its owner is.
-        memory: what it moves, if this process knows.
-        phase_timeout_s: seconds without progress after which a phase counts as stalled.
-        changed: the lock of all that follows, one for a queue. No other lock of the service is taken in it.
-        state: its state in ``table``.
-        cancelled_by: who has cancelled it; if that was too late, it ends as if nobody had.
-        forced_by: who has cancelled it without being its owner.
-        committed: it was prepared, and goes on.
-        callers: how many calls it answers.
-        memory_state: the state of the memory when it ended.
-    """
+    """One release, resume or resize. Every method may be called from any thread; fields are read without the lock."""
 
     id: str
-    request: Asked
-    client: str
+    request: Asked  # what its callers ask for together
+    client: str  # its first caller
     table: Table
+    #: The Idempotency-Key of that call, or None. If it is to be prepared, this key proves who its owner is.
     key: str | None = field(default=None, repr=False)
-    memory: Moved | None = None
-    phase_timeout_s: float = math.inf
+    memory: Moved | None = None  # what it moves, if this process knows
+    phase_timeout_s: float = math.inf  # seconds without progress after which a phase counts as stalled
+    #: The lock of all that follows, one for a queue. No other lock of the service is taken in it.
     changed: threading.Condition = field(default_factory=threading.Condition)
-    state: str = field(init=False)
-    cancelled_by: str | None = None
-    forced_by: str | None = None
-    committed: bool = False
-    callers: int = 1
+    state: str = field(init=False)  # in ``table``
+    cancelled_by: str | None = None  # if that was too late, it ends as if nobody had
+    forced_by: str | None = None  # who has cancelled it without being its owner
+    committed: bool = False  # it was prepared, and goes on
+    callers: int = 1  # how many calls it answers
     created_at: float = field(default_factory=time.time)
     started_at: float | None = None
     finished_at: float | None = None
@@ -93,7 +80,7 @@ class Operation:
     log: PhaseLog = field(default_factory=lambda: PhaseLog(tuple))  # of its work, once that has begun
     report: OperationReport | None = None
     error: BaseException | None = None
-    memory_state: str = ""
+    memory_state: str = ""  # when it ended
     done: Future[None] = field(default_factory=Future)
     _settled: Future[None] = field(default_factory=Future)
     _started: float = 0.0

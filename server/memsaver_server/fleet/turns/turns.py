@@ -44,16 +44,11 @@ class Mover(Protocol):
 
 
 class Line:
-    """The requests that wait for one model, in the order in which they came.
-
-    Attributes:
-        looked: its engines were looked at since somebody waits, so that what is free is known.
-        short_since: since when no engine would fit, on the monotonic clock; None if one would.
-    """
+    """The requests that wait for one model, in the order in which they came."""
 
     def __init__(self) -> None:
-        self.looked = False
-        self.short_since: float | None = None
+        self.looked = False  # its engines were looked at since somebody waits, so that what is free is known
+        self.short_since: float | None = None  # when no engine would fit, on the monotonic clock; None: one would
         self._waiting: deque[tuple[float, asyncio.Future[Slot]]] = deque()
 
     def __len__(self) -> int:
