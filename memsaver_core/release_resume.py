@@ -29,6 +29,8 @@ _T = TypeVar("_T")
 
 #: Returns the host memory that this process may still take: what the kernel has available, within the cgroup.
 available_host_bytes = _native.available_memory_bytes
+#: Returns the memory of this machine, or of this process's cgroup if less.
+total_host_bytes = _native.machine_memory_bytes
 
 #: Bound on the wait for the device's own count to fall. With the drivers that were measured it falls at once.
 SETTLE_TIMEOUT_SECONDS = 0.25

@@ -326,6 +326,7 @@ void bind_machine(py::module_& module) {
   module.def("reaches", &cuda_reaches, "device"_a, "address"_a, NoGil());
   module.def("set_nvrtc_path", &cuda::set_nvrtc_path, "path"_a);
   module.def("available_memory_bytes", [] { return available_memory_bytes(); });
+  module.def("machine_memory_bytes", &machine_memory_bytes);
   module.def("is_in_memory", &is_in_memory, "folder"_a, NoGil());
   module.def("digest_of", &digest_of, "data"_a, "key"_a, "first_word"_a = 0);
 }

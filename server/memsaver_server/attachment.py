@@ -21,6 +21,7 @@ from fastapi import FastAPI
 import memsaver_core as ms
 from memsaver_core import communicators
 from memsaver_core.contract.errors import ConfigurationError, MemsaverError
+from memsaver_server.address import place
 from memsaver_server.app import create_app
 from memsaver_server.engine import Engine, memory_of
 from memsaver_server.engine.lifecycle import Lifecycle
@@ -58,7 +59,7 @@ class Attachment:
         self._inode = os.stat(name).st_ino if isinstance(name, str) else 0
         self.address: tuple[str, int] | str = name if isinstance(name, str) else (name[0], name[1])
         scheme = "https" if server.config.is_ssl else "http"
-        self.url = f"unix://{name}" if isinstance(name, str) else _url(scheme, name[0], name[1])
+        self.url = f"unix://{name}" if isinstance(name, str) else f"{scheme}://{place(name[0], name[1])}"
 
     def close(self) -> None:
         """Stop accepting connections, let responses in progress end for ``GRACE_S``, remove the socket. Idempotent.
@@ -130,10 +131,8 @@ def serve_app(
     ssl_keyfile: _Path | None = None,
     ssl_certfile: _Path | None = None,
 ) -> Attachment:
-    """Serve the application of ``make_app``, whose ``state.memsaver`` is a ``Service``.
-
-    The other arguments, and the errors, are those of ``attach``.
-    """
+    """Serve the application of ``make_app``, whose ``state.memsaver`` is a ``Service``. The other arguments, and the
+    errors, are those of ``attach``."""
     warn_of_misspelt_variables()
     if ssl_certfile or ssl_keyfile:
         _check_certificate(ssl_certfile, ssl_keyfile)
@@ -166,11 +165,7 @@ def serve_app(
 
 
 def check_place(host: str, port: int, uds: _Path | None, settings: Settings) -> None:
-    """Check that ``attach`` could bind here, before anything that takes long.
-
-    Raises:
-        ConfigurationError: the address needs a key, or cannot be bound.
-    """
+    """Raise ConfigurationError if ``attach`` could not bind here, before anything that takes long."""
     _bind(host, port, uds, settings).close()
     if uds is not None:
         os.unlink(uds)
@@ -255,7 +250,3 @@ def _bind_unix(path: str) -> socket.socket:
         bound.close()
         raise ConfigurationError(f"cannot bind {path!r}: {error}; choose another path") from None
     return bound
-
-
-def _url(scheme: str, host: str, port: int) -> str:
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -32,11 +32,7 @@ def to_stderr() -> None:
 
 class AuditLog:
     def __init__(self, path: str) -> None:
-        """Write to the file ``path`` as well, unless it is empty.
-
-        Raises:
-            ConfigurationError: the file cannot be opened.
-        """
+        """Write to the file ``path`` as well, unless it is empty; raise ConfigurationError if it cannot be opened."""
         self._file: _File | None = None
         if path:
             try:

@@ -60,16 +60,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class EngineState:
-    """One engine as status calls of dialects show it.
-
-    Attributes:
-        asleep: it accepts no requests because memory is released or scheduling is paused.
-    """
+    """One engine as status calls of dialects show it."""
 
     name: str
     url: str
     state: str
-    asleep: bool
+    asleep: bool  # it accepts no requests because memory is released or scheduling is paused
     released: tuple[str, ...]
     tags: frozenset[str]
 
@@ -106,16 +102,10 @@ Capability = Literal["generate", "update", "resize", "models"]
 
 
 class Controller(Protocol[OperationT]):
-    """Use it in one event loop, except ``close``. Methods raise errors of the contract.
-
-    Attributes:
-        closing: set by ``close``: streams end.
-        name: of what is controlled.
-        callers: what the server counts of its callers.
-    """
+    """Use it in one event loop, except ``close``. Methods raise errors of the contract."""
 
     models: Models
-    closing: threading.Event
+    closing: threading.Event  # set by ``close``: streams end
     name: str
     capabilities: frozenset[Capability]
     callers: CallerFigures
@@ -134,12 +124,8 @@ class Controller(Protocol[OperationT]):
         """Start an operation, or join an equal one; ``key`` is the caller's Idempotency-Key."""
 
     async def attend(self, operation: OperationT, *, prepared: bool) -> None:
-        """Wait until an operation has ended, or is ``prepared`` if its caller asked for that.
-
-        Raises:
-            PhaseTimeoutError: it stalls. It continues.
-            EngineFailedError: a rank was lost.
-        """
+        """Wait until an operation has ended, or is ``prepared`` if its caller asked for that. Raises PhaseTimeoutError
+        if it stalls (it continues), EngineFailedError if a rank was lost."""
 
     def answer(self, operation: OperationT) -> Answer:
         """Return the answer to the callers of an operation that has ended, or is prepared."""
@@ -154,11 +140,8 @@ class Controller(Protocol[OperationT]):
         """Return the remembered operations, newest first."""
 
     async def commit(self, operation: OperationT, key: str | None = None) -> None:
-        """Carry out what is prepared; wait for its end. ``key`` is the caller's Idempotency-Key.
-
-        Raises:
-            ConflictError: it was prepared under another key.
-        """
+        """Carry out what is prepared; wait for its end. Raises ConflictError if it was prepared under another
+        Idempotency-Key than ``key``."""
 
     async def cancel(self, operation: OperationT, by: str, key: str | None = None, *, force: bool = False) -> None:
         """Give up an operation that moves no memory yet; wait for its end. Raises as ``commit``, unless ``force``."""
@@ -231,11 +214,11 @@ class Controller(Protocol[OperationT]):
         """Overwrite some weights with those of a body, which a controller of several engines passes on as it is."""
 
 
-def accepted(operation: Operation, of: str = "") -> Answer:
-    """Return the answer to a caller who does not wait; ``of`` says whose operation it is."""
+def accepted(operation: Operation) -> Answer:
+    """Return the answer to a caller who does not wait."""
     verb, location = operation.request.operation, f"/operations/{operation.id}"
     answer = reports.AcceptedAnswer(
-        message=f"{verb} {operation.id}{of} continues in the background",
+        message=f"{verb} {operation.id} continues in the background",
         operation=verb,
         operation_id=operation.id,
         status=operation.status,

@@ -103,13 +103,11 @@ class LogOutput:
 class LogStream(io.TextIOBase):
     """A text stream that passes what is written to a file descriptor, in place of a program's own stderr."""
 
+    encoding = "utf-8"
+
     def __init__(self, name: str, descriptor: int) -> None:
         self._descriptor = descriptor
         self._output = LogOutput(name, lambda content: write_all(descriptor, content))
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return "utf-8"
 
     def write(self, text: str) -> int:
         self._output.put(text.encode(errors="backslashreplace"))
@@ -130,11 +128,8 @@ class LogStream(io.TextIOBase):
 
 
 def write_all(descriptor: int, content: bytes) -> None:
-    """Write all of ``content``, however long this takes.
-
-    Raises:
-        OSError: the descriptor is closed, or its other end, disk or device does not take the content.
-    """
+    """Write all of ``content``, however long this takes. Raises OSError if the descriptor is closed, or its other end,
+    disk or device does not take the content."""
     while content:
         try:
             content = content[os.write(descriptor, content) :]

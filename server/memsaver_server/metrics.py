@@ -18,17 +18,12 @@ from memsaver_server.log_output import dropped
 
 @dataclass
 class CallerFigures:
-    """What a server counts of its callers.
+    """What a server counts of its callers."""
 
-    Attributes:
-        open: connections that are open now: those that wait for their caller, and those that are busy.
-        ended: connections that the server refused or ended so far, by reason.
-        refused: requests that were refused because of their caller, by reason.
-    """
-
+    #: Connections that are open now: those that wait for their caller, and those that are busy.
     open: dict[str, int] = field(default_factory=lambda: {"waiting": 0, "busy": 0})
-    ended: Counter[str] = field(default_factory=Counter)
-    refused: Counter[str] = field(default_factory=Counter)
+    ended: Counter[str] = field(default_factory=Counter)  # connections that it refused or ended so far, by reason
+    refused: Counter[str] = field(default_factory=Counter)  # requests, because of their caller, by reason
 
 
 class Registry(CollectorRegistry):

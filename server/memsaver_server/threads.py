@@ -24,11 +24,7 @@ def _no_thread(reason: RuntimeError) -> NoThreadError:
 
 
 def start_thread(name: str, target: Callable[[], None]) -> threading.Thread:
-    """Start a daemon thread.
-
-    Raises:
-        NoThreadError: the system starts none.
-    """
+    """Start a daemon thread; raise NoThreadError if the system starts none."""
     thread = threading.Thread(target=target, name=name, daemon=True)
     try:
         thread.start()
@@ -40,13 +36,8 @@ def start_thread(name: str, target: Callable[[], None]) -> threading.Thread:
 async def in_thread(
     work: Callable[_Arguments, _Result], *arguments: _Arguments.args, **named: _Arguments.kwargs
 ) -> _Result:
-    """Return what ``work`` returns in a thread of the event loop's executor.
-
-    Unlike with ``asyncio.to_thread``, ``work`` does not run later in another call's thread after an error.
-
-    Raises:
-        NoThreadError: the system starts no thread.
-    """
+    """Return what ``work`` returns in a thread of the event loop's executor; raise NoThreadError if the system starts
+    none. Unlike with ``asyncio.to_thread``, ``work`` does not run later in another call's thread after that error."""
     done: Future[_Result] = Future()
     context = contextvars.copy_context()
 

@@ -177,7 +177,7 @@ def test_ids_are_dropped_when_they_are_old_or_too_many() -> None:
     old = known.model_copy(update={"at": known.at - KEPT_S - 1})
     content = RecordContent(ids={"old": old, **{str(number): known for number in range(MAX_KEPT)}})
     assert content.first("old", "y") == ""
-    content = content.knowing(str(MAX_KEPT), known)
+    content = content.noting(str(MAX_KEPT), known)
     assert list(content.ids) == [str(number) for number in range(1, MAX_KEPT + 1)]
     assert (content.first("1", "x"), content.first("1", "y")) == ("", "release 1")
 

@@ -147,6 +147,6 @@ def _stop(child: subprocess.Popen[str]) -> int:
         return child.wait()
 
 
-def _tail(log: TextIO, lines: int = 20) -> str:
+def _tail(log: TextIO) -> str:
     log.seek(0)
-    return "".join(log.readlines()[-lines:]).rstrip() or "(it wrote nothing)"
+    return "".join(log.readlines()[-20:]).rstrip() or "(it wrote nothing)"

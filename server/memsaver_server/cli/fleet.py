@@ -35,7 +35,7 @@ class Members(Options):
     """The engines of a fleet, and their key."""
 
     members: str = typer.Option(
-        ..., help="Where the engines are listed: a YAML file, dns:NAME:PORT or srv:NAME.", metavar="SOURCE"
+        ..., help="Where the engines are listed: a YAML file, dns:NAME:PORT, srv:NAME or ray.", metavar="SOURCE"
     )
     api_key: str | None = typer.Option(
         None, envvar="MEMSAVER_API_KEY", help="Key of the engines.", metavar="KEY", show_envvar=True
@@ -165,9 +165,7 @@ def _line(event: FleetEvent) -> str:
 class Served(Options):
     """The fleet that a server stands for."""
 
-    members: str = typer.Option(
-        ..., help="Where the engines are listed: a YAML file, dns:NAME:PORT, srv:NAME or ray.", metavar="SOURCE"
-    )
+    members: str = Members.members
     models: Path | None = typer.Option(
         None, help="YAML file whose 'models' say how they take turns; by default that of --members.", show_default=False
     )

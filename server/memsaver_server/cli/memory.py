@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memsaver_core.contract.reports import AcceptedAnswer
-from memsaver_core.contract.requests import OperationName
 from memsaver_server.cli.connection import connected, size_of, sizes_as_asked
 from memsaver_server.cli.live import outcome_view, until_ended
 from memsaver_server.cli.options import Connection, ExitCode, Json, Tags, grouped
 from memsaver_server.cli.request_options import Release, ResizeKvCache, Resume, Selector
 from memsaver_server.cli.tables import all_answer, kv_cache_view, operation_view, said_view, show, status_view
+
+if TYPE_CHECKING:
+    from memsaver_core.contract.reports import AcceptedAnswer
+    from memsaver_core.contract.requests import OperationName
 
 
 @grouped

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, get_type_hints
 import typer
 from typer.models import OptionInfo
 
-from memsaver_server.client.address import DEFAULT_URL
+from memsaver_server.address import DEFAULT_URL
 
 
 class Options:

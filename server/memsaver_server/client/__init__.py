@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from memsaver_server.client.address import DEFAULT_URL
+from memsaver_server.address import DEFAULT_URL
 from memsaver_server.client.errors import (
     AnswerError,
     ClientError,

@@ -13,9 +13,9 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from memsaver_core.contract.requests import OperationName
+from memsaver_server.address import DEFAULT_URL as DEFAULT_URL
+from memsaver_server.address import parse_address
 from memsaver_server.api_key import parse_api_key
-from memsaver_server.client.address import DEFAULT_URL as DEFAULT_URL
-from memsaver_server.client.address import parse_address
 from memsaver_server.client.errors import AnswerError, UnreachableError, error_for
 from memsaver_server.client.keywords import ReleaseKeywords, ResizeKvCacheKeywords, ResumeKeywords
 from memsaver_server.wrong_fields import wrong_fields
@@ -28,19 +28,14 @@ AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Call:
-    """One request.
-
-    Attributes:
-        repeatable: it may be sent again if no answer came. Otherwise it is repeated only if the connection failed.
-        long: it may take as long as an operation.
-    """
+    """One request."""
 
     method: str
     path: str
     body: Mapping[str, Any] | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    repeatable: bool = True
-    long: bool = False
+    repeatable: bool = True  # it may be sent again if no answer came; else only if the connection failed
+    long: bool = False  # it may take as long as an operation
 
     def may_repeat(self, error: httpx.TransportError) -> bool:
         return self.repeatable or isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
@@ -52,11 +47,7 @@ class Target:
     def __init__(
         self, url: str, uds: str | None, api_key: str | None, timeout_s: float, operation_timeout_s: float | None
     ) -> None:
-        """``url`` may be ``unix:///path``.
-
-        Raises:
-            ValueError: ``url`` is not an address, or the key contains characters that a header cannot carry.
-        """
+        """Raises ValueError if ``url`` is not an address, or the key contains characters that a header cannot carry."""
         address = f"unix://{uds}" if uds else parse_address(url)
         self.uds = address.removeprefix("unix://") if address.startswith("unix://") else None
         self.address = address
@@ -86,10 +77,7 @@ def operation_call(
     name: OperationName, tags: Iterable[str] | None, keywords: Mapping[str, object], *flags: str
 ) -> Call:
     """Return the call of an operation on ``tags`` (None: all); keywords that are None are left out, ``flags`` are true.
-
-    Raises:
-        TypeError: a keyword argument does not exist.
-    """
+    Raises TypeError if a keyword argument does not exist."""
     known = _KEYWORDS[name].__annotations__
     if unknown := sorted(keywords.keys() - known.keys()):
         raise TypeError(f"unknown keyword argument {unknown[0]!r}; {name} takes {', '.join(known)}")
@@ -103,11 +91,7 @@ def operation_call(
 
 
 def parse_json(response: httpx.Response) -> Any:
-    """Return the JSON of a success.
-
-    Raises:
-        AnswerError: the answer is not a success, or not JSON.
-    """
+    """Return the JSON of a success; raise AnswerError if the answer is not a success, or not JSON."""
     try:
         body = response.json()
     except ValueError:
@@ -120,11 +104,7 @@ def parse_json(response: httpx.Response) -> Any:
 
 
 def parse(model: type[AnswerT], response: httpx.Response) -> AnswerT:
-    """Return a success as ``model``.
-
-    Raises:
-        AnswerError: the answer is not a success, or not a ``model``.
-    """
+    """Return a success as ``model``; raise AnswerError if the answer is not a success, or not a ``model``."""
     body = parse_json(response)
     try:
         return model.model_validate(body)
@@ -142,30 +122,13 @@ class Event:
 
 
 class EventParser:
-    """Parses lines into events; ignores comments (keep-alives)."""
+    """Parses the lines of a service's events, each of which has one line of data; ignores all others (keep-alives)."""
 
-    def __init__(self) -> None:
-        self._name = "message"
-        self._data: list[str] = []
+    _name = ""
 
     def feed(self, line: str) -> Event | None:
         """Take one line without its line break; return the event that it completes, if any."""
-        if not line:
-            return self._complete()
-        field, _, value = line.partition(":")
-        value = value.removeprefix(" ")
+        field, _, value = line.partition(": ")
         if field == "event":
             self._name = value
-        elif field == "data":
-            self._data.append(value)
-        return None
-
-    def _complete(self) -> Event | None:
-        name, data = self._name, "\n".join(self._data)
-        self._name, self._data = "message", []
-        if not data:
-            return None
-        try:
-            return Event(name, json.loads(data))
-        except ValueError:
-            return Event(name, data)
+        return Event(self._name, json.loads(value)) if field == "data" else None

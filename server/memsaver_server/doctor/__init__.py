@@ -258,16 +258,13 @@ def check_nvml(machine: Machine) -> Finding | None:
 
 
 def check_expandable_segments(machine: Machine) -> Finding:
-    on = [name for name in _ALLOCATOR_VARIABLES if _turns_expandable_segments_on(os.environ.get(name, ""))]
+    given = {name: "".join(os.environ.get(name, "").lower().split()).split(",") for name in _ALLOCATOR_VARIABLES}
+    on = [name for name, options in given.items() if "expandable_segments:true" in options]
     if on:
         by = " and ".join(on)
         found = f"on by {by}: torch 2.11 honours regions, but older versions place tensors outside them"
         return Finding("expandable segments", Level.WARNING, found, f"remove expandable_segments:True from {by}")
     return Finding("expandable segments", Level.OK, f"off ({' and '.join(_ALLOCATOR_VARIABLES)})")
-
-
-def _turns_expandable_segments_on(value: str) -> bool:
-    return "expandable_segments:true" in "".join(value.lower().split()).split(",")
 
 
 def check_torch_memory_saver(machine: Machine) -> Finding | None:
@@ -322,29 +319,27 @@ def check_module_loading(machine: Machine) -> Finding | None:
 
 
 def check_host_driver(machine: Machine) -> Finding:
+    from memsaver_core.release_resume import total_host_bytes
     from memsaver_core.settings import CoreSettings
 
-    settings = CoreSettings()
-    limit = _cgroup_limit_bytes()
-    size = int(settings.host_capacity) or _meminfo_bytes("MemTotal") // 2
+    settings, most = CoreSettings(), total_host_bytes()
+    size = int(settings.host_capacity) or most // 2
     names = [name for name in settings.host_device.split(",") if name]
     shared = f"shared by all processes that name {' or '.join(names)}" if names else "private to each process"
     found = f"capacity {size / 2**30:.1f} GiB{'' if settings.host_capacity else ' (half of RAM)'}, {shared}"
     if names and shutil.disk_usage("/dev/shm").free < _ACCOUNT_BYTES:
         found += "; /dev/shm, which has the account that they share, is full"
         return Finding("host driver", Level.BLOCKED, found, "free space there, or unset MEMSAVER_HOST_DEVICE")
-    if limit is not None and size > limit:
-        found += f", but this container is limited to {limit / 2**30:.1f} GiB"
-        return Finding("host driver", Level.WARNING, found, "set MEMSAVER_HOST_CAPACITY below the container's limit")
+    if size > most:
+        found += f", but this machine or container has {most / 2**30:.1f} GiB"
+        return Finding("host driver", Level.WARNING, found, "set MEMSAVER_HOST_CAPACITY below that")
     return Finding("host driver", Level.OK, found)
 
 
 def check_host_memory(machine: Machine) -> Finding:
-    available = _meminfo_bytes("MemAvailable")
-    limit = _cgroup_limit_bytes()
-    found = f"{available / 2**30:.1f} GiB available of {_meminfo_bytes('MemTotal') / 2**30:.1f} GiB"
-    if limit is not None:
-        found += f", container limit {limit / 2**30:.1f} GiB"
+    from memsaver_core.release_resume import available_host_bytes, total_host_bytes
+
+    found = f"{available_host_bytes() / 2**30:.1f} GiB available of {total_host_bytes() / 2**30:.1f} GiB"
     return Finding("host memory", Level.OK, f"{found}; it holds the backups of tags that keep their content")
 
 
@@ -389,22 +384,6 @@ def check_port(machine: Machine) -> Finding:
             held = " and ".join(port_holders(_PORT)) or "a process of another user"
             return Finding(subject, Level.WARNING, f"{error.strerror}: {held} has it", remedy)
         return Finding(subject, Level.OK, "free on 127.0.0.1")
-
-
-def _meminfo_bytes(key: str) -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-
-
-def _cgroup_limit_bytes() -> int | None:
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < _meminfo_bytes("MemTotal"):
-            return int(text)
-    return None
 
 
 #: In the order in which they are written.

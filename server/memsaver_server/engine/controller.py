@@ -57,11 +57,7 @@ GENERATE_TIMEOUT_S = 20.0
 
 
 class EngineController:
-    """Implements ``Controller``.
-
-    Attributes:
-        lifecycle: the state machine of the engine's memory, for the program that runs the engine.
-    """
+    """Implements ``Controller``. The program that runs the engine may use its ``lifecycle``."""
 
     models = Models()
 
@@ -450,8 +446,7 @@ class EngineController:
             raise errors.BadRequestError(str(error)) from None
 
     async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
-        given = asked.model_dump(include={"model_path", "flush_cache", "abort_all_requests", "weight_version"})
-        return await self._update(cast(UpdatableEngine, self.engine).update_weights_from_disk, **given)
+        return await self._update(cast(UpdatableEngine, self.engine).update_weights_from_disk, **dict(asked))
 
     async def update_from_tensor(self, asked: Fields | bytes) -> Answer:
         assert isinstance(asked, Fields)

@@ -30,22 +30,14 @@ FRESH_S = 0.015
 
 @dataclass(frozen=True)
 class Sample:
-    """What the devices, the core and torch reported at one moment.
+    """What the devices, the core and torch reported at one moment; mappings are by device index."""
 
-    Attributes:
-        at: when, in seconds since the epoch.
-        status: the core's account.
-        torch: torch's memory by device index.
-        graph_bytes: what captured graphs hold besides their tensors, by device index.
-        nccl: NCCL communicators exist; a part of what they hold cannot be suspended.
-    """
-
-    at: float
+    at: float  # seconds since the epoch
     devices: tuple[DeviceMemory, ...] = ()
     status: Status = field(default_factory=lambda: Status(enabled=False, driver="none", state="resident"))
     torch: Mapping[int, TorchMemory] = field(default_factory=dict)
-    graph_bytes: Mapping[int, int] = field(default_factory=dict)
-    nccl: bool = False
+    graph_bytes: Mapping[int, int] = field(default_factory=dict)  # what captured graphs hold besides their tensors
+    nccl: bool = False  # NCCL communicators exist; a part of what they hold cannot be suspended
 
 
 class DeviceMonitor:
@@ -95,14 +87,14 @@ class DeviceMonitor:
             with self._changed:
                 self._latest = sample
 
-    async def fresh(self, timeout_s: float = FRESH_S) -> Sample:
-        """Return a sample taken after this call, or the last one if that takes longer than ``timeout_s``."""
+    async def fresh(self) -> Sample:
+        """Return a sample taken after this call, or the last one if that takes longer than ``FRESH_S``."""
         taken: Future[None] = Future()
         self.start()
         with self._changed:
             self._waiting.append(taken)
             self._changed.notify()
-        await asyncio.wait({on_this_loop(taken)}, timeout=timeout_s)
+        await asyncio.wait({on_this_loop(taken)}, timeout=FRESH_S)
         return self._latest
 
     @reserved_heap()

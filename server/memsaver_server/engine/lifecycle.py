@@ -43,23 +43,14 @@ MEMORY_POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The process at one moment.
+    """The process at one moment."""
 
-    Attributes:
-        status: the core's account.
-        state: ``resident``, ``releasing``, ``released``, ``resuming`` or ``failed``.
-        closed_reason: why the engine accepts no requests, or an empty string if it does.
-        running: the operation in progress, or None.
-        unwritten: the tags whose content is lost until it is written again.
-        weights_version: what the last update named the weights; None if it named nothing, or they are lost.
-    """
-
-    status: Status
-    state: str
-    closed_reason: str
+    status: Status  # the core's account
+    state: str  # ``resident``, ``releasing``, ``released``, ``resuming`` or ``failed``
+    closed_reason: str  # why the engine accepts no requests, or an empty string if it does
     running: Operation | None
-    unwritten: frozenset[str]
-    weights_version: str | None
+    unwritten: frozenset[str]  # the tags whose content is lost until it is written again
+    weights_version: str | None  # what the last update named the weights; None if it named nothing, or they are lost
 
 
 class Lifecycle:
@@ -95,11 +86,8 @@ class Lifecycle:
 
         With ``request.prepare`` either stops before memory is moved, until its ``commit`` or the end of its lease.
 
-        Raises:
-            UnknownTagError: a tag does not exist. Nothing was started.
-            UnsupportedError: the process cannot be hibernated. Nothing was started.
-            VerificationUnavailableError: a release cannot be verified. Nothing was started.
-            ConflictError, IdempotencyKeyError, NoThreadError, TooManyOperationsError: see OperationQueue.submit.
+        Nothing was started if this raises UnknownTagError, UnsupportedError (the process cannot be hibernated),
+        VerificationUnavailableError (a release cannot be verified), or as OperationQueue.submit.
         """
         self.memory.check_tags(request.tags)
         if isinstance(request, Resume):

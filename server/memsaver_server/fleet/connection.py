@@ -55,21 +55,14 @@ SHORT_CALLS = 64
 
 @dataclass
 class Coordinator:
-    """A coordinator, as engines know it, and how it calls them.
-
-    Attributes:
-        api_key: the key of the engines without ``Member.api_key``.
-        silence_s: an engine that does not answer for so long counts as silent, seconds.
-        verify: as for the client; one for all engines, as making one takes longer than a call.
-        holds: it brings the engines to what is wanted all the time.
-        turns: limits how many calls are in flight, of those that engines answer at once.
-    """
+    """A coordinator, as engines know it, and how it calls them."""
 
     name: str
-    api_key: str | None
-    silence_s: float
-    verify: ssl.SSLContext | bool
-    holds: bool = False
+    api_key: str | None  # of the engines without ``Member.api_key``
+    silence_s: float  # an engine that does not answer for so long counts as silent, seconds
+    verify: ssl.SSLContext | bool  # as for the client; one for all engines, as making one takes longer than a call
+    holds: bool = False  # it brings the engines to what is wanted all the time
+    #: Limits how many calls are in flight, of those that engines answer at once.
     turns: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, SHORT_CALLS))
 
 

@@ -34,7 +34,7 @@ from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.members import MembershipError
 from memsaver_server.fleet.metrics import FleetMetrics
 from memsaver_server.fleet.observer import Observer
-from memsaver_server.fleet.operation import FleetOperation, Origin
+from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.record import RecordError
 from memsaver_server.fleet.seen import occupation, total
 from memsaver_server.fleet.turns.options import TurnOptions
@@ -55,12 +55,7 @@ TICK_S = 0.1
 
 
 class FleetController:
-    """Implements ``Controller`` and ``turns.Mover``. Use it in one event loop, except ``close``.
-
-    Attributes:
-        turns: the models that take turns.
-        proxy: passes requests for models on.
-    """
+    """Implements ``Controller`` and ``turns.Mover``. Use it in one event loop, except ``close``."""
 
     name = "fleet"
     capabilities: frozenset[Capability] = frozenset({"update", "resize", "models"})
@@ -145,7 +140,7 @@ class FleetController:
                 f"cannot {asked.operation}: {opposed.request.operation} {opposed.id} of the fleet is in progress "
                 'on some of these engines. Try again when it is done, or send "wait": true'
             )
-        origin: Origin = "turns" if client == TURNS else "caller"
+        origin: results.Origin = "turns" if client == TURNS else "caller"
         return self._fleet.start(FleetOperation.of(asked, key or "", client, origin))
 
     async def attend(self, operation: FleetOperation, *, prepared: bool) -> None:
@@ -266,7 +261,7 @@ class FleetController:
 
     def _running(self) -> list[FleetOperation]:
         """Return the callers' operations that have not ended, the oldest first."""
-        return [each for each in reversed(self.recent()) if not each.has_ended and each.origin == "caller"]
+        return [each for each in self._fleet.history.running() if each.origin == "caller"]
 
     def _opposes(self, asked: AskedOfFleet, running: FleetOperation) -> bool:
         other, members = running.asked, self._observer.members.values()
@@ -313,8 +308,8 @@ class FleetController:
         return self._metrics.scrape()
 
     def _occupation(self) -> results.FleetOccupationAnswer:
-        running = [each.id for each in self.recent() if not each.has_ended]
-        return occupation(self._observer, running[-1] if running else None, self.turns.in_flight())
+        oldest = next((each.id for each in self._fleet.history.running()), None)
+        return occupation(self._observer, oldest, self.turns.in_flight())
 
     # -- the dashboard -------------------------------------------------------------------------------------------------
 
@@ -354,10 +349,9 @@ class FleetController:
 
     async def limit_kv_cache(self, selected: Fields, limit_bytes: int) -> tuple[Answer, bool]:
         """Resize the KV cache of each selected engine, each by itself; return whether one has changed, too."""
-        rows = await self._rows_of(selected, "POST", "/kv_cache", {"bytes": limit_bytes})
-        bodies = [row.body for row in rows if isinstance(row.body, dict)]
-        changed = any(body.get("released_bytes") or body.get("resumed_bytes") for body in bodies)
-        return answer_of(rows, "KV cache resized"), changed
+        answer = await self._call(selected, "KV cache resized", "POST", "/kv_cache", {"bytes": limit_bytes})
+        bodies = [row["body"] for row in answer.body["engines"] if isinstance(row["body"], dict)]
+        return answer, any(body.get("released_bytes") or body.get("resumed_bytes") for body in bodies)
 
     async def flush(self, selected: Fields) -> Answer:
         return await self._call(selected, "Cache flushed", "POST", "/flush_cache")
@@ -370,8 +364,7 @@ class FleetController:
         raise errors.BadRequestError("a fleet passes requests for tokens on; it computes none itself")
 
     async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
-        body = asked.model_dump(include={"model_path", "flush_cache", "abort_all_requests", "weight_version"})
-        return await self._call(selected, "Weights written", "POST", "/update_weights_from_disk", body)
+        return await self._call(selected, "Weights written", "POST", "/update_weights_from_disk", asked.model_dump())
 
     async def update_from_tensor(self, asked: Fields | bytes) -> Answer:
         assert isinstance(asked, bytes)
@@ -388,20 +381,10 @@ class FleetController:
     ) -> Answer:
         """Send the same call to every selected engine; return the answer that lists theirs, and says ``done`` if all
         succeed. Raises FleetUnknownError if the members cannot be read, NotFoundError if no engine is selected."""
-        return answer_of(await self._rows_of(selected, method, path, body, query), done)
-
-    async def _rows_of(
-        self,
-        selected: Fields,
-        method: str,
-        path: str,
-        body: dict[str, Any] | bytes | None,
-        query: dict[str, Any] | None = None,
-    ) -> list[results.CallRow]:
         engines = self._engines_of(selected)
         rows = await call_each(engines, self._upstreams, self._observer, method, path, body, query)
         await self._observer.look([row.name for row in rows])
-        return rows
+        return answer_of(rows, done)
 
     def _engines_of(self, fields: Fields) -> list[results.EngineStatus]:
         """Return the engines that a call is about; raises as ``_call``."""

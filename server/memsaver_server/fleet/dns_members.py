@@ -11,6 +11,7 @@ import dns.exception
 import dns.resolver
 
 from memsaver_server import clock
+from memsaver_server.address import place
 from memsaver_server.fleet.members import Member, MembershipError, checked
 
 #: Bounds of how long an answer counts, whatever its records say, seconds.
@@ -42,7 +43,7 @@ class DnsMembership:
         if clock.monotonic() >= self._expires:
             if self._port is not None:
                 found, ttl_s = await self._addresses(self._name)
-                members = [_member(_place(address, self._port), address, self._port) for address in found]
+                members = [_member(place(address, self._port), address, self._port) for address in found]
             else:
                 members, ttl_s = await self._services()
             self._members = checked(members)
@@ -57,7 +58,7 @@ class DnsMembership:
         targets = sorted({(str(record.target).rstrip("."), int(record.port)) for record in records})
         answers = await asyncio.gather(*(self._addresses(target) for target, _ in targets))
         members = [
-            _member(_place(target, port), addresses[0], port)
+            _member(place(target, port), addresses[0], port)
             for (target, port), (addresses, _) in zip(targets, answers, strict=True)
             if addresses
         ]
@@ -80,9 +81,5 @@ class DnsMembership:
         return list(answer), float(answer.rrset.ttl) if answer.rrset is not None else 0.0
 
 
-def _place(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _member(name: str, address: str, port: int) -> Member:
-    return Member(name, f"http://{_place(str(ip_address(address)), port)}", host=address)
+    return Member(name, f"http://{place(str(ip_address(address)), port)}", host=address)

@@ -59,11 +59,7 @@ class Execution:
         self._noted = False  # as running, in the record
 
     async def alone(self) -> None:
-        """Carry it out on each engine by itself.
-
-        Raises:
-            RecordError: the record cannot be written. Nothing was done.
-        """
+        """Carry it out on each engine by itself. Nothing was done if it raises RecordError."""
         self._operation.how = "each"
         # First: a reconciler is to do what remains.
         await self._keeper.begun(self._id, self._operation.known("begun"), self._wish)
@@ -81,11 +77,7 @@ class Execution:
         await self._end()
 
     async def together(self) -> None:
-        """Carry it out on all engines or on none.
-
-        Raises:
-            RecordError: the record cannot be written. Nothing was moved.
-        """
+        """Carry it out on all engines or on none. Nothing was moved if it raises RecordError."""
         if _failed(self._parts) or self._operation.given_up.is_set():
             for part in self._parts:
                 part.after = part.before

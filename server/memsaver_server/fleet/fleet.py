@@ -30,7 +30,7 @@ from memsaver_server.fleet.connection import Coordinator, EngineFailure
 from memsaver_server.fleet.execution import Execution
 from memsaver_server.fleet.keywords import FleetReleaseKeywords, FleetResumeKeywords
 from memsaver_server.fleet.locks import Locks
-from memsaver_server.fleet.members import Member, Membership
+from memsaver_server.fleet.members import Membership
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.outcome import result_of
 from memsaver_server.fleet.parts import Part
@@ -148,11 +148,8 @@ class AsyncFleet:
         return await self.run(_asked(FleetResume, FleetResumeKeywords, selector, tags, operation_id, options))
 
     async def cancel(self, operation_id: str) -> FleetResult:
-        """Give up an operation in mode ``all`` that has not begun to commit; return its result. Idempotent.
-
-        Raises:
-            FleetError: none of this id runs, or it moves memory already.
-        """
+        """Give up an operation in mode ``all`` that has not begun to commit; return its result. Idempotent. Raises
+        FleetError if none of this id runs, or it moves memory already."""
         running = self.history.get(operation_id)
         if running is None or running.task is None or running.has_ended:
             raise FleetError(f"no operation {operation_id!r} of the fleet runs that could be cancelled")
@@ -174,22 +171,16 @@ class AsyncFleet:
     @property
     def progress(self) -> FleetProgress | None:
         """The oldest operation of the fleet that runs now, or None."""
-        return next((operation.progress_now() for operation in self._running()), None)
+        return next((operation.progress_now() for operation in self.history.running()), None)
 
     def operations(self) -> list[FleetProgress | FleetResult]:
         """Return the operations that run, and the results of the last ones, newest first."""
         begun = [each for each in self.history.recent() if each.result or not each.has_ended]
         return [each.result or each.progress_now() for each in begun]
 
-    def _running(self) -> list[FleetOperation]:
-        return [operation for operation in reversed(self.history.recent()) if not operation.has_ended]
-
     def watch(self, interval_s: float = 1.0) -> AsyncIterator[FleetEvent]:
-        """Yield the events of the fleet until the iterator is closed; first ``joined`` for each member.
-
-        Args:
-            interval_s: how often the engines are asked, seconds.
-        """
+        """Yield the events of the fleet until the iterator is closed; first ``joined`` for each member. The engines are
+        asked every ``interval_s`` seconds."""
         return self._hub.watch(self.roster, interval_s)
 
     async def recover(self) -> list[FleetResult]:
@@ -235,7 +226,7 @@ class AsyncFleet:
 
     async def close(self) -> None:
         """Wait for operations in progress, and close the connections. Engines keep their state."""
-        await asyncio.gather(*(each.task for each in self._running() if each.task), return_exceptions=True)
+        await asyncio.gather(*(each.task for each in self.history.running() if each.task), return_exceptions=True)
         await self.roster.close()
 
     async def __aenter__(self) -> AsyncFleet:
@@ -252,12 +243,8 @@ class AsyncFleet:
         return await operation.outcome()
 
     async def check(self, asked: AskedOfFleet, operation_id: str, name: str, noun: str) -> None:
-        """Check that an id stands for no request but ``asked``; errors call it ``name``, a ``noun``.
-
-        Raises:
-            IdempotencyKeyError: it stands for another.
-            RecordError: the record cannot be read.
-        """
+        """Raise IdempotencyKeyError if an id, which it calls ``name``, a ``noun``, stands for another request than
+        ``asked``, or RecordError if the record cannot be read."""
         if not operation_id:
             return
         record = await self._keeper.load()
@@ -289,9 +276,13 @@ class AsyncFleet:
             result = await work
             operation.conclude(result)
             return result
+        except asyncio.CancelledError:
+            during = f"while {operation.request.operation} {operation.id} was in phase '{operation.phase}'"
+            left = "what was not undone, the next one with its record brings to an end"
+            operation.conclude(None, ServerEndsError(f"the coordinator ended {during}; {left}"))
+            raise
         except BaseException as error:
-            ends = isinstance(error, asyncio.CancelledError)
-            operation.conclude(None, _coordinator_ends(operation) if ends else error)
+            operation.conclude(None, error)
             raise
         finally:
             self.on_ended(operation)
@@ -354,7 +345,9 @@ class AsyncFleet:
             return self._finish(operation)
         for part in parts:
             if part.before is not None and "prepared" not in part.before.model_fields_set:
-                part.fail("asking", _cannot_prepare(part.member))
+                older = f"the service at {part.member.url} is older and cannot prepare"
+                advice = "upgrade it, leave it out, or use mode best_effort"
+                part.fail("asking", EngineFailure("cannot_prepare", f"{older}; {advice}"))
         await execution.together()
         cancelled = operation.given_up.is_set() and operation.how == "aborted"
         return self._finish(operation, "it was cancelled" if cancelled else "")
@@ -385,20 +378,6 @@ class AsyncFleet:
     def _report(self, operation: FleetOperation, event: str) -> None:
         operation.go(event)
         self._hub.publish("operation", **operation.progress_now().model_dump(mode="json"))
-
-
-def _coordinator_ends(operation: FleetOperation) -> ServerEndsError:
-    return ServerEndsError(
-        f"the coordinator ended while {operation.request.operation} {operation.id} was in phase '{operation.phase}'; "
-        "what was not undone, the next one with its record brings to an end"
-    )
-
-
-def _cannot_prepare(member: Member) -> EngineFailure:
-    return EngineFailure(
-        "cannot_prepare",
-        f"the service at {member.url} is older and cannot prepare; upgrade it, leave it out, or use mode best_effort",
-    )
 
 
 def _asked(

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from memsaver_server.client.address import parse_address
+from memsaver_server.address import parse_address
 
 #: Interval at which a file of members is looked at for changes, seconds.
 REREAD_S = 1.0
@@ -45,11 +45,7 @@ class Membership(Protocol):
     """Where the members of a fleet are listed."""
 
     async def members(self) -> list[Member]:
-        """Return the members now, each name once.
-
-        Raises:
-            MembershipError: they cannot be read, and why.
-        """
+        """Return the members now, each name once. Raises MembershipError, with the reason, if they cannot be read."""
 
     async def changed(self) -> None:
         """Return once the members may have changed since the last call of ``members``."""
@@ -101,11 +97,8 @@ class StaticMembership:
 
 
 def checked(members: Iterable[Member]) -> list[Member]:
-    """Return the members.
-
-    Raises:
-        MembershipError: two have the same name, or an address is none, or has credentials, which are not shown.
-    """
+    """Return the members. Raises MembershipError if two have the same name, or an address is none, or has credentials,
+    which are not shown."""
     found: dict[str, Member] = {}
     for member in members:
         if "@" in member.url and not member.url.startswith("unix:"):

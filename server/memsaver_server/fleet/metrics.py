@@ -16,12 +16,8 @@ STATES = ("resident", "releasing", "released", "resuming", "prepared", "mixed", 
 
 
 class FleetMetrics:
-    """Reports at a scrape what was last seen and counted.
-
-    Attributes:
-        operations: how many operations ended, by verb and outcome.
-        reconciled: those by which the coordinator brought an engine to what is wanted, likewise.
-    """
+    """Reports at a scrape what was last seen and counted: ``operations`` that have ended, by verb and outcome, and
+    ``reconciled``, those by which the coordinator brought an engine to what is wanted."""
 
     def __init__(self, observer: Observer, turns: Turns, callers: CallerFigures) -> None:
         self._observer = observer

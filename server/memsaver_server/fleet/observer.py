@@ -29,14 +29,7 @@ KEPT = 900
 
 
 class Observer:
-    """Use it in one event loop.
-
-    Attributes:
-        status: the fleet as last seen.
-        keys: the keys of the engines, by name.
-        trouble: why the fleet cannot be looked at; empty if it can.
-        readings: device memory in use on all GPUs together, bytes; ``at`` is seconds since the epoch.
-    """
+    """Use it in one event loop. ``status`` and ``members`` are as last seen."""
 
     def __init__(self, fleet: AsyncFleet, engine_key: str | None, seen: Callable[[FleetStatus], None]) -> None:
         self._fleet = fleet
@@ -48,8 +41,9 @@ class Observer:
         self._engines: dict[str, tuple[float, EngineStatus]] = {}  # with the beginning of the look that saw it
         self.status = FleetStatus(state="", engines=[], wanted=[])
         self.members: dict[str, Member] = {}
-        self.keys: dict[str, str | None] = {}
-        self.trouble = "the engines have not been asked yet"
+        self.keys: dict[str, str | None] = {}  # of the engines, by name
+        self.trouble = "the engines have not been asked yet"  # why the fleet cannot be looked at; empty if it can
+        #: Device memory in use on all GPUs together, bytes; ``at`` is seconds since the epoch.
         self.readings: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
     async def glance(self) -> None:

@@ -14,7 +14,7 @@ from memsaver_core.contract.requests import Asked, AskedOfFleet, FleetRelease
 from memsaver_server import clock
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.record import Known, Outcome, Running, Wanted
-from memsaver_server.fleet.results import FleetProgress, FleetResult
+from memsaver_server.fleet.results import FleetProgress, FleetResult, Origin
 from memsaver_server.operation.history import KEPT_S
 from memsaver_server.operation.operation import Operation
 from memsaver_server.operation.table import Row, Table
@@ -51,33 +51,18 @@ FLEET = Table(
 )
 
 
-#: Whose idea an operation was: a caller's, that of the models that take turns, or the reconciler's.
-Origin = Literal["caller", "turns", "reconciler"]
-
-
 @dataclass(eq=False, kw_only=True)
 class FleetOperation(Operation):
-    """Use it in one event loop.
-
-    Attributes:
-        origin: whether a caller asked for it, or the coordinator began it.
-        cause: why the coordinator does it, if it was not just asked to.
-        wish: what the record is to say once it is carried out.
-        digest: of its request; empty if no caller can name it.
-        prepare_key: the Idempotency-Key under which engines prepare it: a new one for each attempt.
-        given_up: set to give up; too late once it is ``committing``.
-        how: how it ended; what is not ``done`` yet counts as ``aborted``.
-        began: on the monotonic clock.
-    """
+    """Use it in one event loop."""
 
     origin: Origin
-    cause: str
-    wish: Wanted
-    digest: str
-    prepare_key: str
+    cause: str  # why the coordinator does it, if it was not just asked to
+    wish: Wanted  # what the record is to say once it is carried out
+    digest: str  # of its request; empty if no caller can name it
+    prepare_key: str  # the Idempotency-Key under which engines prepare it: a new one for each attempt
     parts: list[Part] = field(default_factory=list)
-    given_up: asyncio.Event = field(default_factory=asyncio.Event)
-    how: How = "aborted"
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)  # too late once it is ``committing``
+    how: How = "aborted"  # how it ended; what is not ``done`` yet counts as ``aborted``
     began: float = field(default_factory=clock.monotonic)
     task: asyncio.Task[FleetResult] | None = None
 

@@ -8,26 +8,20 @@ from memsaver_core.contract.reports import held_by
 from memsaver_server import clock
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.results import FleetResult, count_of
+from memsaver_server.fleet.results import FleetResult, common, count_of
 
 #: Engines of one kind that a message lists; the answer has all.
 _LISTED = 8
 
 
 def result_of(operation: FleetOperation, prepared_for_s: float, coordinator: str, why: str = "") -> FleetResult:
-    """Return the answer of an operation that has ended.
-
-    Args:
-        prepared_for_s: how long an engine stays prepared by itself, seconds.
-        coordinator: the one that has carried it out.
-        why: a reason of its failure that no engine gave.
-    """
+    """Return the answer of an operation that ``coordinator`` has ended; ``why``: a reason of its failure that no engine
+    gave. By itself an engine stays prepared for ``prepared_for_s`` seconds."""
     asked, parts = operation.asked, operation.parts
     given_up = operation.how in ("aborted", "undone")
     # Engines that are not as before although the operation was given up, or do not say.
     strays = [part for part in parts if given_up and part.is_stray(asked.operation)]
     engines = [part.result(undone=given_up) for part in parts]
-    states = {engine.state for engine in engines}
     holders = {part.before.coordinator for part in parts if part.before is not None} - {"", coordinator}
     return FleetResult(
         success=all(engine.success for engine in engines),
@@ -35,7 +29,7 @@ def result_of(operation: FleetOperation, prepared_for_s: float, coordinator: str
         coordinator=", ".join(sorted(holders)),
         operation=asked.operation,
         operation_id=operation.id,
-        state=states.pop() if len(states) == 1 else "mixed",
+        state=common(engine.state for engine in engines),
         released_bytes=sum(engine.released_bytes for engine in engines),
         resumed_bytes=sum(engine.resumed_bytes for engine in engines),
         mode=asked.fleet_mode,

@@ -18,28 +18,18 @@ from memsaver_server.fleet.results import EngineResult, EngineStatus, state_of
 
 @dataclass
 class Part:
-    """What is known of one engine while an operation runs.
-
-    Attributes:
-        stage: as in ``FleetProgress.engines``.
-        before, after: what the engine held before the operation and after it; None if it did not say.
-        operation_id: its own operation, as soon as that is known.
-        asked: a prepare was sent, so that the engine may be prepared.
-        tags: those that its operation moves.
-        phase: the stage in which it failed.
-        lost: tags whose content the operation has lost.
-    """
+    """What is known of one engine while an operation runs."""
 
     member: Member
     connection: Connection
-    stage: str = "waiting"
-    before: OccupationAnswer | None = None
-    after: OccupationAnswer | None = None
-    operation_id: str = ""
-    asked: bool = False
-    tags: tuple[str, ...] = ()
+    stage: str = "waiting"  # as in ``FleetProgress.engines``
+    before: OccupationAnswer | None = None  # what the engine held before the operation; None if it did not say
+    after: OccupationAnswer | None = None  # likewise after it
+    operation_id: str = ""  # its own operation, as soon as that is known
+    asked: bool = False  # a prepare was sent, so that the engine may be prepared
+    tags: tuple[str, ...] = ()  # those that its operation moves
     answer: OperationAnswer | None = None
-    phase: str = ""
+    phase: str = ""  # the stage in which it failed
     failure: EngineFailure | None = None
     undo_failure: EngineFailure | None = None
     seconds: float = 0.0
@@ -131,6 +121,7 @@ class Part:
         return self.answer.state if self.answer is not None and self.stage == "done" else "unknown"
 
     def lost(self) -> tuple[str, ...]:
+        """Return the tags whose content the operation has lost."""
         return tuple(tag.tag for tag in self.after.tags if tag.content == "lost") if self.after else ()
 
     def status(self, wanted: Iterable[Wanted]) -> EngineStatus:

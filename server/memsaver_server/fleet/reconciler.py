@@ -86,11 +86,8 @@ class Reconciler:
             changed.cancel()
 
     async def once(self) -> list[EngineResult]:
-        """See ``AsyncFleet.reconcile``.
-
-        Raises:
-            MembershipError, RecordError: the members or the record cannot be read. Nothing was done.
-        """
+        """See ``AsyncFleet.reconcile``. Raises MembershipError or RecordError if the members or the record cannot be
+        read: nothing was done."""
         members = [each for each in await self._roster.members() if each.name not in self._busy]
         wanted = (await self._keeper.load()).wanted
         results = await asyncio.gather(*(self._bring(member, wanted) for member in members))

@@ -71,18 +71,12 @@ class Wanted(Model):
 
 
 class Known(Model):
-    """What the id of an operation stands for.
+    """What the id of an operation stands for."""
 
-    Attributes:
-        digest: of its request; empty if nobody can name it: it is the coordinator's own.
-        outcome: ``begun`` of one in mode ``best_effort`` whose coordinator ended first: a repeat carries it out.
-        at: seconds since the epoch.
-    """
-
-    digest: str
+    digest: str  # of its request; empty if nobody can name it: it is the coordinator's own
     verb: Verb
-    outcome: Outcome
-    at: float
+    outcome: Outcome  # ``begun``: one in mode ``best_effort`` whose coordinator ended first; a repeat carries it out
+    at: float  # seconds since the epoch
 
 
 class Prepared(Model):
@@ -95,17 +89,13 @@ class Prepared(Model):
 
 
 class Running(Model):
-    """How far an operation in mode ``all`` is. Once it is ``committing``, every engine is prepared.
-
-    Attributes:
-        key: the Idempotency-Key under which the engines prepare it, by which any coordinator can commit or abort it.
-        digest: of the request.
-    """
+    """How far an operation in mode ``all`` is. Once it is ``committing``, every engine is prepared. Any coordinator can
+    commit or abort it by ``key``, the Idempotency-Key under which the engines prepare it."""
 
     stage: Literal["preparing", "committing", "rolling_back"]
     wanted: Wanted
     key: str = ""
-    digest: str = ""
+    digest: str = ""  # of the request
     engines: dict[str, Prepared]
 
 
@@ -136,44 +126,28 @@ class RecordContent(Model):
             return f"{VERBS[running.wanted.state]} {operation_id}"
         return ""
 
-    def knowing(self, operation_id: str, known: Known) -> RecordContent:
-        """Return the record with what an id stands for, without ids that are too old or too many."""
-        kept = {key: each for key, each in self.ids.items() if each.at > known.at - KEPT_S and key != operation_id}
-        last = list({**kept, operation_id: known}.items())[-MAX_KEPT:]
-        return self.model_copy(update={"ids": dict(last)})
-
-    def wishing(self, wish: Wanted) -> RecordContent:
-        """Return the record with ``wish``, without wishes that it makes void."""
-        kept = tuple(old for old in self.wanted if not _covers(wish, old))
-        return self.model_copy(update={"wanted": (*kept, wish)})
-
     def noting(self, operation_id: str, known: Known, *wishes: Wanted) -> RecordContent:
-        """Return the record in which an operation does not run, and its id and its wishes are known."""
-        left = {key: value for key, value in self.running.items() if key != operation_id}
-        content = self.model_copy(update={"running": left})
+        """Return the record in which an operation does not run, and its id and its wishes are known. Ids that are too
+        old or too many, and wishes that the new ones make void, are not in it."""
+        running = {key: each for key, each in self.running.items() if key != operation_id}
+        ids, wanted = self.ids, self.wanted
         if known.digest:
-            content = content.knowing(operation_id, known)
+            kept = [(key, each) for key, each in ids.items() if each.at > known.at - KEPT_S and key != operation_id]
+            ids = dict([*kept, (operation_id, known)][-MAX_KEPT:])
         for wish in wishes:
-            content = content.wishing(wish)
-        return content
+            wanted = (*(old for old in wanted if not _covers(wish, old)), wish)
+        return self.model_copy(update={"running": running, "ids": ids, "wanted": wanted})
 
 
 class Record(Protocol):
     """Keeps the record. One coordinator writes it at a time."""
 
     async def load(self) -> RecordContent:
-        """Return what was saved last, or an empty record.
-
-        Raises:
-            RecordError: it cannot be read, and why.
-        """
+        """Return what was saved last, or an empty record. Raises RecordError, with the reason, if it cannot be read."""
 
     async def save(self, content: RecordContent) -> None:
-        """Replace the record. Once this returns, ``load`` gives ``content``, also after a crash.
-
-        Raises:
-            RecordError: it cannot be written, and why; the old one is still there.
-        """
+        """Replace the record. Once this returns, ``load`` gives ``content``, also after a crash. Raises RecordError,
+        with the reason, if it cannot be written: the old one is still there."""
 
 
 class RecordError(Exception):

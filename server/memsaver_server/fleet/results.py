@@ -15,6 +15,8 @@ from memsaver_core.contract.status import FleetOccupation, MemberRow, Occupation
 from memsaver_server.fleet.members import Member
 from memsaver_server.fleet.record import Wanted, wishes_for
 
+#: Who began an operation: a caller, the models that take turns, or the reconciler.
+Origin = Literal["caller", "turns", "reconciler"]
 #: What a fleet's operation does now.
 Stage = Literal["asking", "preparing", "committing", "aborting", "rolling_back", "ended"]
 
@@ -24,9 +26,15 @@ def state_of(occupation: OccupationAnswer) -> str:
     return "prepared" if occupation.prepared is not None else occupation.state
 
 
-def count_of(engines: Sized) -> str:
+def common(values: Iterable[str]) -> str:
+    """Return the value that all have, ``mixed`` if they differ, or an empty string if there are none."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else "mixed" if found else ""
+
+
+def count_of(things: Sized, noun: str = "engine") -> str:
     """Return ``1 engine``, ``2 engines`` and so on."""
-    return f"{len(engines)} engine{'s'[: len(engines) != 1]}"
+    return f"{len(things)} {noun}{'s'[: len(things) != 1]}"
 
 
 class FleetError(Exception):
@@ -79,7 +87,7 @@ class FleetResult(OperationAnswer):
 class FleetOperationStatusAnswer(OperationStatusAnswer):
     """An operation of the fleet in any status; ``phase`` is its stage, ``engines`` that of each engine."""
 
-    origin: Literal["caller", "turns", "reconciler"] = Field(description="Whose idea it was.")
+    origin: Origin = Field(description="Whose idea it was.")
     cause: str = Field(description="Why the coordinator does it, if no caller has asked just now; else empty.")
     answer: FleetResult | dict[str, Any] | None  # type: ignore[assignment]
     engines: dict[str, str]
@@ -101,12 +109,11 @@ class EngineStatus(MemberRow):
     def of(
         cls, member: Member, occupation: OccupationAnswer | None, error: object, wanted: Iterable[Wanted] = ()
     ) -> EngineStatus:
-        wishes = {wish.state for wish in wishes_for(member, wanted).values()}
         return cls(
             **{name: getattr(member, name) for name in MemberRow.model_fields if name != "alive"},
             alive=occupation is not None,
             state=state_of(occupation) if occupation is not None else "unknown",
-            wanted="mixed" if len(wishes) > 1 else next(iter(wishes), ""),
+            wanted=common(wish.state for wish in wishes_for(member, wanted).values()),
             error=str(error or ""),
             occupation=occupation,
         )
@@ -134,8 +141,7 @@ class FleetStatus(Model):
 
     @classmethod
     def of(cls, engines: list[EngineStatus], wanted: Iterable[Wanted], progress: FleetProgress | None) -> FleetStatus:
-        states = {engine.state for engine in engines if engine.alive}
-        state = states.pop() if len(states) == 1 else "mixed" if states else ""
+        state = common(engine.state for engine in engines if engine.alive)
         return cls(state=state, engines=engines, wanted=list(wanted), progress=progress)
 
 

@@ -8,18 +8,14 @@ from typing import Any
 
 from memsaver_core.contract.status import AdmissionStatus, Consumer, HostBackup, OccupiedDevice, TagOccupation
 from memsaver_server.fleet.observer import Observer
-from memsaver_server.fleet.results import EngineRow, EngineStatus, FleetOccupationAnswer, FleetStatus
+from memsaver_server.fleet.results import EngineRow, EngineStatus, FleetOccupationAnswer, FleetStatus, common, count_of
 
 _TAG_SIZES = [name for name, field in TagOccupation.model_fields.items() if field.annotation is int]
 
 
 def occupation(observer: Observer, running: str | None, requests: Mapping[str, int]) -> FleetOccupationAnswer:
-    """Return what the engines hold together, and a row for each.
-
-    Args:
-        running: the oldest operation that runs.
-        requests: in flight through this coordinator, by engine.
-    """
+    """Return what the engines hold together, and a row for each. ``running`` is the oldest operation that runs,
+    ``requests`` are those in flight through this coordinator, by engine."""
     status, silence = observer.status, observer.silence()
     seen = [engine.occupation for engine in status.engines if engine.occupation is not None]
     is_open = any(one.admission.open for one in seen)
@@ -34,7 +30,7 @@ def occupation(observer: Observer, running: str | None, requests: Mapping[str, i
     ]
     return FleetOccupationAnswer(
         enabled=not seen or any(one.enabled for one in seen),
-        driver=_common(one.driver for one in seen),
+        driver=common(one.driver for one in seen),
         state=status.state,
         hibernated=bool(seen) and all(one.hibernated for one in seen),
         engine=f"fleet of {len(status.engines)}",
@@ -74,7 +70,7 @@ def total(gpus: Sequence[OccupiedDevice]) -> list[dict[str, Any]]:
     whole = OccupiedDevice(
         index=0,
         uuid="",
-        name=f"{len(gpus)} device{'' if len(gpus) == 1 else 's'}",
+        name=count_of(gpus, "device"),
         process_bytes=None,
         total_bytes=sum(gpu.total_bytes for gpu in gpus),
         used_bytes=sum(gpu.used_bytes for gpu in gpus),
@@ -118,16 +114,10 @@ def _tags(status: FleetStatus) -> tuple[TagOccupation, ...]:
     return tuple(
         TagOccupation(
             tag=name,
-            restore=_common(row.restore for row in rows),
-            state=_common(row.state for row in rows),
+            restore=common(row.restore for row in rows),
+            state=common(row.state for row in rows),
             content="lost" if any(row.content == "lost" for row in rows) else "ok",
             **{size: sum(getattr(row, size) for row in rows) for size in _TAG_SIZES},
         )
         for name, rows in sorted(same.items())
     )
-
-
-def _common(values: Iterable[str]) -> str:
-    """Return the value that all have, or ``mixed``."""
-    found = set(values)
-    return found.pop() if len(found) == 1 else "mixed" if found else ""

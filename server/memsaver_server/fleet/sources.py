@@ -7,12 +7,8 @@ from memsaver_server.fleet.members import Membership, StaticMembership
 
 def membership_of(source: str) -> Membership:
     """Return the membership of ``FILE`` (YAML, see ``StaticMembership``), ``dns:NAME:PORT``, ``srv:NAME``, ``ray`` or
-    ``ray:FLEET``; the last two connect this process to the Ray cluster of this machine.
-
-    Raises:
-        ValueError: it is none of them.
-        ModuleNotFoundError: it needs a package of the extra ``fleet`` or ``ray``.
-    """
+    ``ray:FLEET``; the last two connect this process to the Ray cluster of this machine. Raises ValueError if it is none
+    of them, ModuleNotFoundError if it needs a package of the extra ``fleet`` or ``ray``."""
     kind, separator, rest = source.partition(":")
     if kind == "ray":
         from memsaver_server.fleet.ray import RayMembership, connect

@@ -44,15 +44,8 @@ def kind_of(settings: Settings, scope: Scope) -> Kind:
 
 
 def check_key(request: Request, settings: Settings, *, reads: bool = False) -> None:
-    """Check the caller's key, or without one that the caller is on this machine.
-
-    Args:
-        reads: the read-only key suffices, even if the route is not marked ``reads_only``.
-
-    Raises:
-        UnauthorizedError: the key is missing or wrong.
-        ForbiddenError: the key may only read; or none is set, and the caller is not on this machine.
-    """
+    """Raise UnauthorizedError if the caller's key is missing or wrong, or ForbiddenError: it may only read; or none is
+    set, and the caller is not on this machine. With ``reads`` the read-only key suffices for any route."""
     if settings.api_key is None:
         if not _is_local(request.scope):
             raise ForbiddenError(
@@ -72,10 +65,7 @@ def check_key(request: Request, settings: Settings, *, reads: bool = False) -> N
 
 def check_browser(request: Request, settings: Settings) -> None:
     """Refuse requests that a browser sends for another site's page, which could otherwise release a local engine.
-
-    Raises:
-        ForbiddenError: the page or the name that the browser reached us by is another site's, or it only prefetches.
-    """
+    Raises ForbiddenError if the page or the name that the browser reached us by is another's, or it only prefetches."""
     if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         raise ForbiddenError("a page of another site may not call this server", "other_site")
     if any("prefetch" in request.headers.get(name, "").lower() for name in ("sec-purpose", "purpose", "x-moz")):
@@ -113,11 +103,7 @@ def _check_page(request: Request) -> None:
 
 
 def check_address(host: str, settings: Settings) -> None:
-    """Require a key to serve beyond this machine.
-
-    Raises:
-        ConfigurationError: ``host`` is not loopback and no key is set.
-    """
+    """Raise ConfigurationError if ``host`` is not loopback and no key is set."""
     if not (_is_loopback(host) or host == "localhost") and settings.api_key is None:
         raise ConfigurationError(
             f"refusing to serve on {host!r} without a key: set MEMSAVER_API_KEY, or bind to 127.0.0.1 or a Unix socket"

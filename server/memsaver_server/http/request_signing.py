@@ -18,14 +18,15 @@ TIMESTAMP_HEADER = "x-trtllm-runtime-control-timestamp"
 NONCE_HEADER = "x-trtllm-runtime-control-nonce"
 #: A signature with a timestamp is valid for this long before and after it, seconds.
 VALID_S = 300
+#: Nonces that are kept at most.
+MAX_NONCES = 4096
 _NONCE = re.compile(r"[0-9a-f]{32}")
 
 
 class NonceCache:
     """The nonces that are still valid: each signed request is accepted once."""
 
-    def __init__(self, capacity: int = 4096) -> None:
-        self._capacity = capacity
+    def __init__(self) -> None:
         self._expires: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -33,7 +34,7 @@ class NonceCache:
         """Store ``nonce``; return whether it is new. A full cache rejects new ones instead of forgetting old ones."""
         with self._lock:
             self._expires = {seen: until for seen, until in self._expires.items() if until >= now}
-            if nonce in self._expires or len(self._expires) >= self._capacity:
+            if nonce in self._expires or len(self._expires) >= MAX_NONCES:
                 return False
             self._expires[nonce] = expires
             return True

@@ -48,14 +48,8 @@ def _limit_of(settings: Settings, name: str | None) -> tuple[int, str]:
 
 
 async def body_of(request: Request, limit: str | None = "max_body_bytes") -> bytes:
-    """Return the request's body.
-
-    Args:
-        limit: the setting that limits its size; None: that of a memory call.
-
-    Raises:
-        BodyTooLargeError: it is larger; the excess is not read.
-        BadRequestError: the connection ended before the body did.
+    """Return the request's body. ``limit`` is the setting that limits its size; None: that of a memory call. Raises
+    BodyTooLargeError if it is larger (the excess is not read), BadRequestError if the connection ended before it did.
     """
     if not hasattr(request.state, "memsaver_body"):
         most, remedy = _limit_of(service_of(request).settings, limit)
@@ -77,14 +71,8 @@ async def body_of(request: Request, limit: str | None = "max_body_bytes") -> byt
 
 
 async def json_of(request: Request, limit: str | None = "max_body_bytes") -> dict[str, Any]:
-    """Return the JSON object in the body; an absent or null body is an empty object. Ignores the content type.
-
-    Args:
-        limit: as for ``body_of``; by default the number of values is limited, too.
-
-    Raises:
-        BadRequestError: the body is not a JSON object, or has too many values.
-    """
+    """Return the JSON object in the body; an absent or null body is an empty object. Ignores the content type. Raises
+    BadRequestError if it is not an object, or has too many values, which only the default ``limit`` bounds."""
     body = await body_of(request, limit)
     if not body.strip():
         return {}
@@ -137,12 +125,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def fields_of(model: type[Model], limit: str | None = None) -> Callable[..., Awaitable[Model]]:
-    """Return the dependency that reads ``model`` from query and body. The body takes precedence; null is absent.
-
-    Args:
-        model: the fields.
-        limit: as for ``body_of``.
-    """
+    """Return the dependency that reads ``model`` from query and body, with a ``limit`` as for ``body_of``. The body
+    takes precedence; null is absent."""
     names = {name: field for key, field in model.model_fields.items() for name in (key, field.alias) if name}
     known = names.keys()
     flags = {name for name, field in names.items() if bool in (field.annotation, *get_args(field.annotation))}
@@ -160,12 +144,16 @@ def fields_of(model: type[Model], limit: str | None = None) -> Callable[..., Awa
         try:
             return model.model_validate({name: value for name, value in given.items() if name in known})
         except ValidationError as error:
-            errors = error.errors(include_url=False)
-            wrong = "; ".join(map(_sentence, errors[:MAX_ERRORS]))
-            more = f"; and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
-            raise BadRequestError(f"cannot use the request: {wrong}{more}") from None
+            raise BadRequestError(f"cannot use the request: {wrong(error)}") from None
 
     return read
+
+
+def wrong(error: ValidationError) -> str:
+    """Return what is wrong with the fields of a request; names ``MAX_ERRORS`` at most."""
+    errors = error.errors(include_url=False)
+    more = f"; and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
+    return "; ".join(map(_sentence, errors[:MAX_ERRORS])) + more
 
 
 def _sentence(error: Mapping[str, Any]) -> str:
@@ -249,23 +237,15 @@ _DESCRIPTIONS = {
 
 
 def failures(also: Mapping[int, str] | None = None, *, only: Collection[int] = ()) -> Responses:
-    """Return the descriptions of error responses.
-
-    Args:
-        also: of other statuses, or other descriptions.
-        only: the statuses; by default all of routes that change or wait for something.
-    """
+    """Return the descriptions of error responses: of the statuses ``only``, by default all of routes that change or
+    wait for something, and of those in ``also``, which has other descriptions."""
     texts = {**({status: _DESCRIPTIONS[status] for status in only} if only else _DESCRIPTIONS), **(also or {})}
     return {status: {"model": ErrorAnswer, "description": text} for status, text in texts.items()}
 
 
 def operated(done: Any, failed: Mapping[int, str]) -> Responses:
-    """Return the descriptions of the responses to a release or a resume.
-
-    Args:
-        done: the model of the answer to one that has ended, is prepared or is a dry run.
-        failed: of error responses that not every route has.
-    """
+    """Return the descriptions of the responses to a release or a resume: ``done`` is the model of the answer to one
+    that has ended, is prepared or is a dry run, ``failed`` describes errors that not every route has."""
     accepted = {"model": AcceptedAnswer, "description": "The operation continues in the background."}
     return {200: {"model": done}, 202: accepted, **failures(failed)}
 

@@ -34,18 +34,18 @@ class Service:
 
     async def operate(self, request: Request, asked: Asked) -> Operation:
         """Start an operation or join an equal one. Unless ``asked.run_async``, wait until it has ended or is prepared.
-
-        Raises:
-            ServerEndsError: the server shuts down first.
-            Also as Controller.submit and Controller.attend.
-        """
+        Raises ServerEndsError if the server shuts down first, or as Controller.submit and Controller.attend."""
         operation: Operation = await self.controller.submit(asked, client=caller(request), key=key_of(request))
         if not asked.run_async:
             try:
                 await self.controller.attend(operation, prepared=asked.prepare)
             except asyncio.CancelledError:
                 if self.controller.closing.is_set():
-                    raise _server_ends(operation) from None
+                    verb, phase = operation.request.operation, operation.phase
+                    raise ServerEndsError(
+                        f"the server is shutting down while {verb} {operation.id} is in phase '{phase}'; the operation "
+                        "continues while the process lives"
+                    ) from None
                 raise
         return operation
 
@@ -62,22 +62,11 @@ class Service:
 
 
 def key_of(request: Request) -> str | None:
-    """Return the caller's Idempotency-Key, or None.
-
-    Raises:
-        BadRequestError: it is too long to be kept.
-    """
+    """Return the caller's Idempotency-Key, or None; raise BadRequestError if it is too long to be kept."""
     key = request.headers.get("idempotency-key") or None
     if key is not None and len(key) > MAX_KEY:
         raise BadRequestError(f"the Idempotency-Key has {len(key)} characters; send at most {MAX_KEY}")
     return key
-
-
-def _server_ends(operation: Operation) -> ServerEndsError:
-    return ServerEndsError(
-        f"the server is shutting down while {operation.request.operation} {operation.id} is in phase "
-        f"'{operation.phase}'; the operation continues while the process lives"
-    )
 
 
 def response_of(answer: Answer) -> JSONResponse:

@@ -39,11 +39,8 @@ MAX_UNKNOWN = 64
 
 
 def check_names(given: Iterable[str], known: Collection[str]) -> list[str]:
-    """Return the names of ``given`` that are to be named in the answer as ignored.
-
-    Raises:
-        BadRequestError: a name is close to a known one, or there are too many unknown ones.
-    """
+    """Return the names of ``given`` that are to be named in the answer as ignored. Raises BadRequestError if a name is
+    close to a known one, has no effect here, or there are too many unknown ones."""
     unknown = [name for name in given if name not in known]
     if len(unknown) > MAX_UNKNOWN:
         raise BadRequestError(f"the request has {len(unknown)} unknown fields; send at most {MAX_UNKNOWN}")

@@ -19,11 +19,8 @@ class ClientGoneError(Exception):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of ``work``. The request's body must have been read.
-
-    Raises:
-        ClientGoneError: the client went away first; ``work`` was cancelled, and has ended.
-    """
+    """Return the result of ``work``. The request's body must have been read. Raises ClientGoneError if the client went
+    away first; ``work`` was cancelled, and has ended."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -57,36 +57,23 @@ class Moved(Protocol):
 
 @dataclass(eq=False)
 class Operation:
-    """One release, resume or resize. Every method may be called from any thread; fields are read without the lock.
-
-    Attributes:
-        request: what its callers ask for together.
-        client: its first caller.
-        key: the Idempotency-Key of that call, or None. If it is to be prepared, this key proves who its owner is.
-        memory: what it moves, if this process knows.
-        phase_timeout_s: seconds without progress after which a phase counts as stalled.
-        changed: the lock of all that follows, one for a queue. No other lock of the service is taken in it.
-        state: its state in ``table``.
-        cancelled_by: who has cancelled it; if that was too late, it ends as if nobody had.
-        forced_by: who has cancelled it without being its owner.
-        committed: it was prepared, and goes on.
-        callers: how many calls it answers.
-        memory_state: the state of the memory when it ended.
-    """
+    """One release, resume or resize. Every method may be called from any thread; fields are read without the lock."""
 
     id: str
-    request: Asked
-    client: str
+    request: Asked  # what its callers ask for together
+    client: str  # its first caller
     table: Table
+    #: The Idempotency-Key of that call, or None. If it is to be prepared, this key proves who its owner is.
     key: str | None = field(default=None, repr=False)
-    memory: Moved | None = None
-    phase_timeout_s: float = math.inf
+    memory: Moved | None = None  # what it moves, if this process knows
+    phase_timeout_s: float = math.inf  # seconds without progress after which a phase counts as stalled
+    #: The lock of all that follows, one for a queue. No other lock of the service is taken in it.
     changed: threading.Condition = field(default_factory=threading.Condition)
-    state: str = field(init=False)
-    cancelled_by: str | None = None
-    forced_by: str | None = None
-    committed: bool = False
-    callers: int = 1
+    state: str = field(init=False)  # in ``table``
+    cancelled_by: str | None = None  # if that was too late, it ends as if nobody had
+    forced_by: str | None = None  # who has cancelled it without being its owner
+    committed: bool = False  # it was prepared, and goes on
+    callers: int = 1  # how many calls it answers
     created_at: float = field(default_factory=time.time)
     started_at: float | None = None
     finished_at: float | None = None
@@ -94,7 +81,7 @@ class Operation:
     log: PhaseLog = field(default_factory=lambda: PhaseLog(tuple))  # of its work, once that has begun
     report: OperationReport | None = None
     error: BaseException | None = None
-    memory_state: str = ""
+    memory_state: str = ""  # when it ended
     done: Future[None] = field(default_factory=Future)
     _settled: Future[None] = field(default_factory=Future)
     _started: float = 0.0
@@ -273,14 +260,8 @@ class Operation:
                 self.request = overtaken
 
     def cancel(self, by: str) -> bool:
-        """Cancel on behalf of ``by``. It ends soon, a queued one at once. Idempotent.
-
-        Returns:
-            Whether it was queued and has ended now; its callers do not know yet.
-
-        Raises:
-            TooLateToCancelError: it moves memory already, or has ended otherwise.
-        """
+        """Cancel on behalf of ``by``. It ends soon, a queued one at once: return whether it has ended now, which its
+        callers do not know yet. Idempotent. Raises TooLateToCancelError if it moves memory already, or has ended."""
         with self.changed:
             if not self.has_ended:
                 self.cancelled_by = self.cancelled_by or by
@@ -292,12 +273,8 @@ class Operation:
             return False
 
     def commit(self, key: str | None = None) -> None:
-        """Let it go on if it is prepared. From now on equal calls without ``prepare`` may join it. Idempotent.
-
-        Raises:
-            ConflictError: it was prepared under another key.
-            LeaseEndedError: it is not prepared, and was not committed.
-        """
+        """Let it go on if it is prepared. From now on equal calls without ``prepare`` may join it. Idempotent. Raises
+        ConflictError if it was prepared under another key, LeaseEndedError if it is neither prepared nor committed."""
         with self.changed:
             if self.committed:
                 return
@@ -323,12 +300,8 @@ class Operation:
             raise self._cancellation()
 
     def hold(self) -> None:
-        """Stay prepared until the commit; return at once if there was one, or if it is not to be prepared. Memory is
-        moved from then on, which is not interrupted.
-
-        Raises:
-            OperationCancelledError: it was cancelled, or its lease has ended.
-        """
+        """Stay prepared until the commit; return at once if there was one, or if it is not to be prepared. From then on
+        memory is moved, without interruption. Raises OperationCancelledError if it was, or its lease has ended."""
         if not self.blocks_others:
             with self.changed:
                 self.check()
@@ -348,11 +321,7 @@ class Operation:
                 self.check()
 
     def move_later(self) -> None:
-        """Nothing was moved, as memory is short: it may be cancelled again.
-
-        Raises:
-            OperationCancelledError: it was cancelled meanwhile.
-        """
+        """Nothing was moved, as memory is short: it may be cancelled again. Raises OperationCancelledError if it is."""
         with self.changed:
             self.advance("shortage")
             if self.cancelled_by is not None:
@@ -366,11 +335,8 @@ class Operation:
         return report
 
     def undo(self, asked: Asked | None = None) -> bool:
-        """Let no call join it any more, as an error ends it before memory is moved.
-
-        Returns:
-            False if that is not so: memory was moved, it was cancelled, or its drain was overtaken since ``asked``.
-        """
+        """Let no call join it any more, as an error ends it before memory is moved. Return False if that is not so:
+        memory was moved, it was cancelled, or its drain was overtaken since ``asked``."""
         with self.changed:
             ends = self.table.allows(self.state, "error") and (asked is None or asked is self.request)
             if ends:
@@ -414,11 +380,8 @@ class Operation:
             self._settled.set_result(None)
 
     def advance(self, event: str) -> None:
-        """Go to the table's next state. The caller holds the lock.
-
-        Raises:
-            TooLateToCancelError, LeaseEndedError: the table refuses the event.
-        """
+        """Go to the table's next state; raise TooLateToCancelError or LeaseEndedError if the table refuses the event.
+        The caller holds the lock."""
         to = self.table.next(self.state, event)
         if not isinstance(to, str):
             raise self._refusal(to)

@@ -67,14 +67,9 @@ class OperationQueue:
         """Enqueue ``work``, or return the operation in flight that ``request`` repeats.
 
         A call joins an operation only if nothing queued behind that would undo it. Only its owner joins one that is to
-        be prepared; each repeat renews the lease.
-
-        Args:
-            key: the caller's Idempotency-Key. A repeat under the same key gets the operation that its first call got,
-                see ``Keys``, unless that failed, or was prepared and given up.
-
-        Raises:
-            ConflictError, IdempotencyKeyError, NoThreadError, TooManyOperationsError: nothing was started.
+        be prepared; each repeat renews the lease. A repeat under the same Idempotency-Key ``key`` gets the operation
+        that its first call got, see ``Keys``, unless that failed, or was prepared and given up. Nothing was started if
+        this raises ConflictError, IdempotencyKeyError, NoThreadError or TooManyOperationsError.
         """
         with self._changed:
             operation = self._keys.find(request, key)

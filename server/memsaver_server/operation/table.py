@@ -48,11 +48,8 @@ class Table:
         return isinstance(self._next.get((state, event)), str)
 
     def next(self, state: str, event: str) -> str | type[MemsaverError]:
-        """Return the next state, or the error with which the event is refused.
-
-        Raises:
-            AssertionError: the event cannot happen in this state.
-        """
+        """Return the next state, or the error with which the event is refused; raise AssertionError if it cannot happen
+        in this state."""
         if (to := self._next.get((state, event))) is None:
             raise AssertionError(f"{event!r} cannot happen to an operation that is {state}")
         return to

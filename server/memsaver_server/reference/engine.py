@@ -100,9 +100,9 @@ class TransformersEngine(Scheduler):
         """Queue a request, see `generate`, from any thread. Cancelling the future ends the request."""
         return self.enqueue(self._parse(request))
 
-    def generate_sync(self, request: dict[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
+    def generate_sync(self, request: dict[str, Any]) -> dict[str, Any]:
         """Serve a request, see `generate`, without an event loop."""
-        return self._answer(self.submit(request).result(timeout_s))
+        return self._answer(self.submit(request).result())
 
     def describe(self) -> dict[str, Any]:
         return {

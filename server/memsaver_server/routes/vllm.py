@@ -17,7 +17,7 @@ from memsaver_core.contract.model import Model
 from memsaver_core.contract.requests import ASKS_ONLY, Acts, DrainMode, Fields
 from memsaver_server.controller import Answer, Controller, EngineState, Models
 from memsaver_server.http.auth import reads_only
-from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, joined, operated, plain, takes
+from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, joined, operated, plain, takes, wrong
 from memsaver_server.http.service import ControllerOf, ServiceOf, response_of
 from memsaver_server.http.unknown_fields import NamesIgnored
 
@@ -86,19 +86,14 @@ def release_of(fields: Any, models: Models) -> Any:
 
 
 def whole(fields: Any) -> Any:
-    """Return the fields with those in ``options``, which override.
-
-    Raises:
-        BadRequestError: one has a wrong value, or does not exist.
-    """
+    """Return the fields with those in ``options``, which override; raise BadRequestError if one has a wrong value."""
     if not isinstance(fields, Options) or not fields.options:
         return fields
     given = {name: getattr(fields, name) for name in fields.model_fields_set - {"options"}}
     try:
         return whole(type(fields).model_validate({**given, **fields.options}))  # which may have options, too
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise BadRequestError(f"cannot use the options: {wrong}") from None
+        raise BadRequestError(f"cannot use the options: {wrong(error)}") from None
 
 
 def router(models: Models) -> APIRouter:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from memsaver_core.contract.requests import Fields, WeightsVersion
 from memsaver_server.controller import Models
-from memsaver_server.http.requests import body_of, failures, fields_of, guard, joined, takes
+from memsaver_server.http.requests import body_of, failures, fields_of, guard, joined, plain, takes
 from memsaver_server.http.service import ControllerOf, response_of
 from memsaver_server.http.unknown_fields import NamesIgnored
 
@@ -45,7 +45,7 @@ def router(models: Models) -> APIRouter:
     @routes.post("/update_weights_from_disk", response_model=models.message, openapi_extra=takes(disk))
     async def update_weights_from_disk(controller: ControllerOf, fields: Any = by_disk) -> JSONResponse:
         """Overwrite the weights with those of a checkpoint folder that the engine can read."""
-        return response_of(await controller.update_from_disk(fields, fields))
+        return response_of(await controller.update_from_disk(fields, plain(fields, UpdateFromDisk)))
 
     @routes.post("/update_weights_from_tensor", response_model=models.message, openapi_extra=takes(UpdateFromTensor))
     async def update_weights_from_tensor(request: Request, controller: ControllerOf) -> JSONResponse:

@@ -22,17 +22,11 @@ _BATCH = 1000
 
 @dataclass(frozen=True)
 class ActorState:
-    """An actor, as the cluster's control service (GCS) knows it.
+    """An actor, as the cluster's control service (GCS) knows it."""
 
-    Attributes:
-        state: Ray's: PENDING_CREATION, DEPENDENCIES_UNREADY, ALIVE, RESTARTING or DEAD; empty if it is not known.
-        cause: why it is dead for good, if that was not intended; else empty.
-        ended_at: when it ended, seconds since the epoch; 0 if it has not.
-    """
-
-    state: str
-    cause: str = ""
-    ended_at: float = 0.0
+    state: str  # Ray's: PENDING_CREATION, DEPENDENCIES_UNREADY, ALIVE, RESTARTING or DEAD; empty if it is not known
+    cause: str = ""  # why it is dead for good, if that was not intended; else empty
+    ended_at: float = 0.0  # seconds since the epoch; 0 if it has not
 
     @property
     def is_dead(self) -> bool:
@@ -41,11 +35,7 @@ class ActorState:
 
 
 def connect() -> None:
-    """Connect this process to the cluster, if it is not.
-
-    Raises:
-        ConnectionError: this machine is in none.
-    """
+    """Connect this process to the cluster, if it is not; raise ConnectionError if this machine is in none."""
     if not ray.is_initialized():
         ray.init(address="auto", log_to_driver=False, logging_level="WARNING")
 

@@ -33,9 +33,6 @@ class RayMembership:
 
     An actor that restarts is still a member, so that an operation which needs it fails and names it. One that is dead
     for good has left; ``deaths`` lists it. Use it in one event loop of a process connected to Ray.
-
-    Args:
-        fleet: the name of the fleet.
     """
 
     def __init__(self, fleet: str = "default") -> None:
@@ -94,11 +91,8 @@ class RayMembership:
         while True:
             try:
                 async for actors in actor_events():
-                    if not actors or self._concerns(actors):
+                    if not actors or any(entry.actor in actors for entry, _ in self._seen.values()):
                         self._happened.set()
             except Exception as error:
                 logger.warning("Ray's events of actors are not received, trying again: %s", error)
                 await asyncio.sleep(_AGAIN_S)
-
-    def _concerns(self, actors: set[str]) -> bool:
-        return any(entry.actor in actors for entry, _ in self._seen.values())

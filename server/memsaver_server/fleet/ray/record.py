@@ -12,11 +12,7 @@ from memsaver_server.wrong_fields import wrong_fields
 
 
 class RayRecord:
-    """Lives as long as the cluster's control service; with its fault tolerance (Redis), beyond the head node's end.
-
-    Args:
-        fleet: the name of the fleet.
-    """
+    """Lives as long as the cluster's control service; with its fault tolerance (Redis), beyond the head node's end."""
 
     def __init__(self, fleet: str = "default") -> None:
         self._key = f"record/{fleet}"

@@ -42,11 +42,8 @@ class TurnOptions:
 
     @classmethod
     def read(cls, path: str | PathLike[str]) -> TurnOptions:
-        """Read them from the mapping ``models`` of a YAML file; a file that is only a list of members has none.
-
-        Raises:
-            ValueError: the file cannot be read, or an option does not exist or has a wrong value.
-        """
+        """Read them from the mapping ``models`` of a YAML file; a file that is only a list of members has none. Raises
+        ValueError if the file cannot be read, or an option does not exist or has a wrong value."""
         import yaml
 
         try:

@@ -41,12 +41,8 @@ class Proxy:
         self._keys = keys
 
     async def forward(self, request: Request, model: str, body: bytes) -> Response:
-        """Return the answer of an engine of ``model``.
-
-        Raises:
-            UnknownModelError, NoTurnError: as Turns.enter.
-            BadGatewayError: the engine does not answer. It may have begun to.
-        """
+        """Return the answer of an engine of ``model``. Raises as Turns.enter, or BadGatewayError if the engine does not
+        answer; it may have begun to."""
         try:
             return await while_connected(request.receive, self._forward(request, model, body))
         except ClientGoneError:
@@ -68,12 +64,14 @@ class Proxy:
                 content = b"".join([chunk async for chunk in answer.aiter_raw()])
                 refuses = _is_refusal(content)
                 if refuses:
-                    self._turns.failed(slot, "closed", "it refuses requests")
+                    slot.state, slot.reason = "closed", "it refuses requests"
             finally:
                 await answer.aclose()
                 leave()
             if not refuses:
-                return _whole(answer.status_code, headers, content)
+                response = Response(content, answer.status_code)
+                response.raw_headers = headers
+                return response
             # It was released, but not by the coordinator. Nothing was generated, so the request may be sent again.
             await self._mover.look([slot.name])
         raise NoTurnError(f"{slot.name} says that it is ready, but refuses requests")
@@ -84,7 +82,7 @@ class Proxy:
             return await upstream.send(request.method, _path(request), request_headers(request.headers.raw), body)
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
-            self._turns.failed(slot, "dead", f"it gave no answer: {reason}")
+            slot.state, slot.reason = "dead", f"it gave no answer: {reason}"
             leave()
             raise BadGatewayError(f"engine {slot.name} at {slot.url} gave no answer: {reason}") from error
         except BaseException:
@@ -96,12 +94,6 @@ def _path(request: Request) -> bytes:
     raw: bytes = request.scope["raw_path"].split(b"?")[0]
     query: bytes = request.scope["query_string"]
     return raw + b"?" + query if query else raw
-
-
-def _whole(status: int, headers: Headers, content: bytes) -> Response:
-    response = Response(content, status)
-    response.raw_headers = headers
-    return response
 
 
 def _is_refusal(content: bytes) -> bool:

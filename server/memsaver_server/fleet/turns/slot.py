@@ -15,15 +15,7 @@ SlotState = Literal["awake", "asleep", "kept", "closed", "dead"]
 
 
 class Slot:
-    """An engine, its state as last seen, and the requests that the proxy has sent to it.
-
-    Attributes:
-        free: free bytes of each GPU, by UUID.
-        moving: how many operations move its memory, or are about to; it takes no request meanwhile.
-        yielding: it makes room: it takes no new request, and is released when those in flight have ended.
-        extra: how many more engines must make room for it than its size demands. Grows if it cannot be resumed.
-        not_before: when to try again after a failure, on the monotonic clock.
-    """
+    """An engine, its state as last seen, and the requests that the proxy has sent to it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -34,12 +26,12 @@ class Slot:
         self.reason = "it has not been asked yet"
         self.resident_bytes = 0
         self.released_bytes = 0
-        self.free: dict[str, int] = {}
+        self.free: dict[str, int] = {}  # bytes of each GPU, by UUID
         self.in_flight = 0
-        self.moving = 0
-        self.yielding = False
-        self.extra = 0
-        self.not_before = 0.0
+        self.moving = 0  # how many operations move its memory, or are about to; it takes no request meanwhile
+        self.yielding = False  # it makes room: it takes no new request, and is released once those in flight have ended
+        self.extra = 0  # more engines must make room for it than its size demands; grows if it cannot be resumed
+        self.not_before = 0.0  # when to try again after a failure, on the monotonic clock
         self.awake_since = self.last_used = clock.monotonic()
 
     @property

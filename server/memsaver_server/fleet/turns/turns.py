@@ -22,7 +22,7 @@ from memsaver_server import clock
 from memsaver_server.fleet.results import FleetError, FleetResult, FleetStatus
 from memsaver_server.fleet.turns.errors import NoTurnError, QueueFullError, UnknownModelError
 from memsaver_server.fleet.turns.options import TurnOptions
-from memsaver_server.fleet.turns.slot import Slot, SlotState, victims
+from memsaver_server.fleet.turns.slot import Slot, victims
 
 logger = logging.getLogger("memsaver")
 
@@ -44,16 +44,11 @@ class Mover(Protocol):
 
 
 class Line:
-    """The requests that wait for one model, in the order in which they came.
-
-    Attributes:
-        looked: its engines were looked at since somebody waits, so that what is free is known.
-        short_since: since when no engine would fit, on the monotonic clock; None if one would.
-    """
+    """The requests that wait for one model, in the order in which they came."""
 
     def __init__(self) -> None:
-        self.looked = False
-        self.short_since: float | None = None
+        self.looked = False  # its engines were looked at since somebody waits, so that what is free is known
+        self.short_since: float | None = None  # when no engine would fit, on the monotonic clock; None: one would
         self._waiting: deque[tuple[float, asyncio.Future[Slot]]] = deque()
 
     def __len__(self) -> int:
@@ -94,11 +89,7 @@ class Line:
 
 
 class Turns:
-    """The turns of all models of a fleet. Use it in one event loop.
-
-    Attributes:
-        wakes: how many engines were woken for a request so far, by model.
-    """
+    """The turns of all models of a fleet. Use it in one event loop."""
 
     def __init__(self, options: TurnOptions, mover: Mover) -> None:
         self.options = options
@@ -109,7 +100,7 @@ class Turns:
         self._timer: asyncio.TimerHandle | None = None
         self._last_move_s = 1.0
         self._closed = False
-        self.wakes: dict[str, int] = {}
+        self.wakes: dict[str, int] = {}  # engines that were woken for a request so far, by model
 
     @property
     def models(self) -> dict[str, list[Slot]]:
@@ -125,13 +116,8 @@ class Turns:
         return {slot.name: slot.in_flight for slot in self._slots.values()}
 
     async def enter(self, model: str) -> Slot:
-        """Wait for an engine of ``model`` that is ready; ``leave`` gives it back.
-
-        Raises:
-            UnknownModelError: no engine serves the model.
-            QueueFullError: too many requests wait for it.
-            NoTurnError: it cannot be had now, or not within ``wait_s``.
-        """
+        """Wait for an engine of ``model`` that is ready; ``leave`` gives it back. Raises UnknownModelError if no engine
+        serves it, QueueFullError if too many requests wait, NoTurnError if it has no turn now, or within ``wait_s``."""
         slots = self._engines_of(model)
         options, line = self.options.of(model), self._lines.setdefault(model, Line())
         if len(line) >= options.queue_limit:
@@ -176,10 +162,6 @@ class Turns:
         slot.in_flight -= 1
         slot.last_used = clock.monotonic()
         self._schedule()
-
-    def failed(self, slot: Slot, state: SlotState, reason: str) -> None:
-        """Take note that ``slot`` turned out not to be ready; the next ``update`` shows its state."""
-        slot.state, slot.reason = state, reason
 
     @asynccontextmanager
     async def set_aside(self, names: Iterable[str]) -> AsyncIterator[None]:
@@ -235,7 +217,9 @@ class Turns:
         asleep = [slot for slot in slots if slot.state == "asleep" and not slot.moving]
         if not asleep:
             if all(slot.state in ("dead", "kept") and not slot.moving for slot in slots):
-                line.fail(NoTurnError(_why_not(model, slots), self._retry_after_s(slots)))
+                states = "; ".join(f"{slot.name}: {slot.reason}" for slot in slots)
+                why = f"no engine of {model!r} can serve now: {states}"
+                line.fail(NoTurnError(why, self._retry_after_s(slots)))
             return
         if not line.looked:
             claimed.update(gpu for slot in asleep for gpu in slot.gpus)
@@ -373,11 +357,6 @@ class Turns:
         ends = [each.awake_since + self._awake_s(each) for each in self._slots.values() if gpus & set(each.gpus)]
         left = max(ends, default=0.0) - clock.monotonic()
         return max(1, math.ceil(max(0.0, left) + self._last_move_s))
-
-
-def _why_not(model: str, slots: Sequence[Slot]) -> str:
-    states = "; ".join(f"{slot.name}: {slot.reason}" for slot in slots)
-    return f"no engine of {model!r} can serve now: {states}"
 
 
 def _no_room(slot: Slot) -> str:

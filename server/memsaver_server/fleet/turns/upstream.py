@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Iterable
 from weakref import WeakSet
 
@@ -35,11 +34,11 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Upstream:
-    def __init__(self, url: str, api_key: str | None, verify: ssl.SSLContext | bool) -> None:
+    def __init__(self, url: str, api_key: str | None) -> None:
         self._target = target = Target(url, None, api_key, CONNECT_S, None)
         self._base = httpx.URL(target.base_url)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_S)
-        self._transport = httpx.AsyncHTTPTransport(uds=target.uds, verify=verify, limits=limits)
+        self._transport = httpx.AsyncHTTPTransport(uds=target.uds, limits=limits)
         self._timeout = httpx.Timeout(None, connect=CONNECT_S).as_dict()
         self._key = [(name, value) for name, value in target.headers.items() if name == b"Authorization"]
         self._sending = 0
@@ -51,11 +50,8 @@ class Upstream:
         return not self._sending and all(answer.is_closed for answer in self._answers)
 
     async def send(self, method: str, path: bytes, headers: Headers, content: bytes) -> httpx.Response:
-        """Send a request; return the answer, whose body is not read yet and has to be closed.
-
-        Raises:
-            httpx.TransportError: there is no answer.
-        """
+        """Send a request; return the answer, whose body is not read yet and has to be closed. Raises
+        httpx.TransportError if there is none."""
         request = httpx.Request(
             method,
             self._base.copy_with(raw_path=self._base.raw_path.rstrip(b"/") + path),
@@ -76,8 +72,7 @@ class Upstream:
 
 
 class Upstreams:
-    def __init__(self, verify: ssl.SSLContext | bool = True) -> None:
-        self._verify = verify
+    def __init__(self) -> None:
         self._known: dict[tuple[str, str | None], Upstream] = {}
 
     async def to(self, url: str, api_key: str | None) -> Upstream:
@@ -85,7 +80,7 @@ class Upstreams:
         if key not in self._known:
             unused = [each for each, one in self._known.items() if one.is_idle and one.used < now - UNUSED_S]
             closing = [self._known.pop(each).close() for each in unused]
-            upstream = self._known[key] = Upstream(url, api_key, self._verify)
+            upstream = self._known[key] = Upstream(url, api_key)
             await asyncio.gather(*closing)
             return upstream
         self._known[key].used = now

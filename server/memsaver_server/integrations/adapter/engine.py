@@ -66,7 +66,7 @@ class LateError(MemsaverError):
 
 
 @dataclass(frozen=True)
-class Group:
+class SchedulerGroup:
     """The processes of an engine. ``ranks`` are their numbers in torch's default process group; the first receives the
     engine's requests. ``rank_in_group`` is this process's place among them; ``cpu_group`` is torch's group of all."""
 
@@ -99,7 +99,7 @@ class Scheduler(ABC):
 
     @property
     @abstractmethod
-    def group(self) -> Group:
+    def group(self) -> SchedulerGroup:
         """All ranks."""
 
     @abstractmethod
@@ -637,7 +637,7 @@ class SchedulerMemory(RankMemory):
             raise self.fail(f"{error}{stopped and f'; {stopped}'}") from error
 
 
-def gather(group: Group, loop: LeadingLoop) -> SchedulerMemory:
+def gather(group: SchedulerGroup, loop: LeadingLoop) -> SchedulerMemory:
     """On the first rank, return the memory of all; raise MemsaverError if one does not ``join`` in ``CONNECT_S``."""
     listener = Listener(group.world_size, first=0)
     _shared(group, listener.path)
@@ -650,14 +650,14 @@ def join(scheduler: Scheduler) -> None:
     _answer(scheduler.group, EventLoop(scheduler), _shared(scheduler.group, ""))
 
 
-def _shared(group: Group, path: str) -> str:
+def _shared(group: SchedulerGroup, path: str) -> str:
     """Return rank 0's ``path`` on every rank, each of which must call this."""
     paths = [path]
     torch.distributed.broadcast_object_list(paths, src=group.ranks[0], group=group.cpu_group)
     return paths[0]
 
 
-def _answer(group: Group, loop: EventLoop, path: str) -> None:
+def _answer(group: SchedulerGroup, loop: EventLoop, path: str) -> None:
     """Answer messages in a separate thread: in a hibernated process the scheduler's may be inside a device call."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     rank = SchedulerRank(loop)

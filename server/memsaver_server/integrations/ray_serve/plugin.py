@@ -26,7 +26,7 @@ from memsaver_server.fleet.members import MembershipError
 from memsaver_server.fleet.ray.coordinator import coordinator
 from memsaver_server.fleet.record import RecordError
 from memsaver_server.fleet.results import FleetError, FleetResult
-from memsaver_server.http.requests import joined
+from memsaver_server.http.requests import joined, wrong
 from memsaver_server.routes import vllm
 
 _SLEEP = joined(vllm.Sleep, FleetRelease)
@@ -107,5 +107,4 @@ def _fields(kind: type[Any], body: ModelRequest) -> Any:
     try:
         return kind.model_validate(body.options)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise HTTPException(400, f"cannot use the options: {wrong}") from None
+        raise HTTPException(400, f"cannot use the options: {wrong(error)}") from None

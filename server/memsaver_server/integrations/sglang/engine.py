@@ -75,8 +75,8 @@ class SglangScheduler(base.Scheduler):
         self._aside: tuple[list[Any], bool] | None = None  # the requests that waited; whether the engine was paused
 
     @property
-    def group(self) -> base.Group:
-        return cast(base.Group, self.own.world_group)
+    def group(self) -> base.SchedulerGroup:
+        return cast(base.SchedulerGroup, self.own.world_group)
 
     @property
     def parallel(self) -> Any:

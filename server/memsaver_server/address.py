@@ -7,12 +7,14 @@ from urllib.parse import urlsplit
 DEFAULT_URL = "http://127.0.0.1:30000"
 
 
+def place(host: str, port: int) -> str:
+    """Return host and port as an address has them: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def parse_address(url: str) -> str:
     """Return ``url`` in full: ``localhost:30000`` is ``http://localhost:30000``, ``unix:/run`` is ``unix:///run``.
-
-    Raises:
-        ValueError: it is not the address of a service.
-    """
+    Raises ValueError if it is not the address of a service."""
     address = url.strip()
     if address.startswith("unix:/") and not address.startswith("unix://"):
         address = address.replace("unix:", "unix://", 1)
