@@ -219,9 +219,7 @@ class ResizeKvCache(_Operation):
     prepare: ClassVar[bool] = False
     lease_s: ClassVar[float] = 0.0
 
-    bytes: Annotated[Bytes | None, _Cache] = Field(
-        default=None, description="At most so much device memory."
-    )
+    bytes: Annotated[Bytes | None, _Cache] = Field(default=None, description="At most so much device memory.")
     fraction: Annotated[Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), _IsNumber] | None, _Cache] = Field(
         default=None, description="At most so much of the largest size; 1 is all of it."
     )

@@ -31,7 +31,7 @@ class Site:
 
     def __init__(self, name: str, loop: Loop) -> None:
         self.engine = LightEngine(name, model=f"model of {name}")
-        self.attachment: Attachment = attach(self.engine, settings=Settings(phase_timeout_s=1))
+        self.attachment: Attachment = attach(self.engine, settings=Settings(phase_timeout_s=60))
         self.wire = Wire(self.attachment.url, loop.loop)
         self.member = Member(name, self.wire.url)
         self.http = httpx.Client(base_url=self.attachment.url, timeout=600, verify=False)
