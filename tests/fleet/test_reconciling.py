@@ -395,16 +395,33 @@ def test_two_coordinators_name_each_other_and_do_not_fight(sites: Sites, caplog:
         assert [each["origin"] for each in operations] == ["caller", "caller"]
 
 
-def test_a_coordinator_takes_over_from_one_that_is_gone(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_coordinator_takes_over_from_one_that_is_gone(sites: Sites) -> None:
     record, members = MemoryRecord(), [sites["a"].member]
     with served(members, name="gone", record=record) as http:
         assert http.post("/release_memory_occupation").is_success
         wait_until(lambda: sites["a"].http.get("/memory_occupation").json()["coordinator"])
-    with caplog.at_level(logging.WARNING, "memsaver"), served(members, name="next", record=record) as http:
+    with served(members, name="next", record=record) as http:
         sites["a"].http.post("/resume_memory_occupation").raise_for_status()
         wait_until(lambda: sites["a"].is_released)
         assert "coordinator" not in http.post("/release_memory_occupation").json()
-    assert not any("held by" in message for message in caplog.messages)
+
+
+def test_a_coordinator_that_starts_beside_another_takes_nothing_back(
+    sites: Sites, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its record is older: the last operation counts."""
+    record, members = MemoryRecord(), [sites["a"].member]
+    with served(members, name="old", record=record) as http:
+        assert http.post("/resume_memory_occupation").is_success
+    with served(members, name="now") as http:
+        assert http.post("/release_memory_occupation").is_success
+        with caplog.at_level(logging.WARNING, "memsaver"), served(members, name="again", record=record) as again:
+            rival = "a is held by memsaver-coordinator now, too"
+            wait_until(lambda: any(rival in message for message in caplog.messages))
+            later = clock.monotonic() + 12  # two rounds of its reconciler
+            wait_until(lambda: clock.monotonic() > later)
+            assert sites["a"].is_released
+            assert again.get("/operations").json()["operations"] == []
 
 
 def test_attempts_that_fail_are_one_operation(sites: Sites) -> None:

@@ -131,7 +131,7 @@ def test_sizes(client: Client, size: dict[str, Any], pages: int) -> None:
         ({}, "send one of bytes, fraction and tokens"),
         ({"bytes": PAGE, "tokens": 5}, "send one of bytes, fraction and tokens"),
         ({"bytes": PAGE - 1}, "a page takes 3.0 MiB"),
-        ({"bytes": (PAGES + 1) * PAGE}, "the largest cache, with which the engine began, 27.0 MiB or 4608 tokens"),
+        ({"bytes": (PAGES + 1) * PAGE}, "the largest cache, with which the engine began, has 27.0 MiB or 4608 tokens"),
         ({"fraction": 1.5}, "fraction"),
         ({"tokens": 10_000}, "a KV cache of 20 pages is impossible"),
         ({"fraction": 0.5, "mode": "keep"}, "mode"),

@@ -104,7 +104,9 @@ def table_of(columns: Iterable[str], rows: Iterable[Iterable[Cell]], total: Iter
 
 
 def operation_tags_table(tags: Iterable[reports.TagReport], operation: str) -> Table:
-    moved = "released" if operation == "release" else "resumed"
+    tags = list(tags)
+    is_release = operation == "release" or (operation == "resize" and any(tag.released_bytes for tag in tags))
+    moved = "released" if is_release else "resumed"
     return table_of(
         ["tag", "state", "restore", ">size", f">{moved}"],
         ([tag.tag, _state(tag), tag.restore, tag.bytes, getattr(tag, f"{moved}_bytes")] for tag in tags),

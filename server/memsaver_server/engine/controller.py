@@ -50,6 +50,8 @@ STALL_CHECK_S = 0.5
 CANCEL_S = 5.0
 #: How long a coordinator holds the engine after it has asked last, seconds.
 HELD_S = 30.0
+#: A coordinator that lives asks more often than this, seconds.
+ASKS_S = 5.0
 #: Poll interval of an event stream, seconds.
 TICK_S = 0.1
 #: Time limit for the token of ``generates``, seconds.
@@ -269,9 +271,10 @@ class EngineController:
         return self._cache
 
     def _holder(self, asker: str = "") -> str:
-        """Return the coordinator, other than ``asker``, that has asked last, and not too long ago. One that has not
-        asked since ``asker`` began to is its predecessor, and gone."""
-        since = max(clock.monotonic() - HELD_S, self._held.get(asker, (0.0, 0.0))[0])
+        """Return the coordinator, other than ``asker``, that has asked last, and not too long ago. One that has asked
+        neither lately nor since ``asker`` began to is its predecessor, and gone."""
+        now = clock.monotonic()
+        since = max(now - HELD_S, min(now - ASKS_S, self._held.get(asker, (0.0, 0.0))[0]))
         others = ((last, name) for name, (_, last) in self._held.items() if name != asker and last > since)
         return max(others, default=(0.0, ""))[1]
 

@@ -169,6 +169,6 @@ def _pages(asked: ResizeKvCache, now: CachePages) -> int:
     if not 1 <= pages <= now.total:
         raise BadRequestError(
             f"a KV cache of {pages} pages is impossible: a page takes {readable(now.page_bytes)}, and the largest "
-            f"cache, with which the engine began, {full}; the KV cache was not resized"
+            f"cache, with which the engine began, has {full}; the KV cache was not resized"
         )
     return pages
