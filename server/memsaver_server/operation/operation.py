@@ -259,18 +259,17 @@ class Operation:
             if overtaken is not None and self.table.allows(self.state, "overtake"):
                 self.request = overtaken
 
-    def cancel(self, by: str) -> bool:
-        """Cancel on behalf of ``by``. It ends soon, a queued one at once: return whether it has ended now, which its
-        callers do not know yet. Idempotent. Raises TooLateToCancelError if it moves memory already, or has ended."""
+    def cancel(self, by: str) -> None:
+        """Cancel on behalf of ``by``. It ends soon, a queued one at once; its callers do not know yet. Idempotent.
+        Raises TooLateToCancelError if it moves memory already, or has ended."""
         with self.changed:
             if not self.has_ended:
                 self.cancelled_by = self.cancelled_by or by
             if self.status == "queued":
                 self.finish(None, self._cancellation())
-                return True
+                return
             self.advance("cancel")
             self.changed.notify_all()
-            return False
 
     def commit(self, key: str | None = None) -> None:
         """Let it go on if it is prepared. From now on equal calls without ``prepare`` may join it. Idempotent. Raises
