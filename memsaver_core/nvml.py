@@ -11,15 +11,16 @@ _handles: dict[str, Any] = {}  # by uuid
 
 
 def read_memory(uuid: str, pids: Collection[int]) -> tuple[int, int, int | None] | None:
-    """Return the bytes of the device ``uuid`` in total, in use by all processes, and in use by ``pids`` (None if NVML
-    does not say); None as a whole if NVML is unavailable."""
-    # Version 2 counts what the driver reserves for itself apart from what is used, as nvidia-smi does.
+    """Return the bytes of the device ``uuid`` that processes can use, those that they use, and those that ``pids`` use
+    (None if NVML does not say); None as a whole if NVML is unavailable."""
+    # Version 2 counts what the driver reserves for itself (500 MiB of an H100) apart from what is used, as nvidia-smi
+    # does, but in the total.
     memory = _ask(uuid, lambda nvml, handle: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2))
     if memory is None:
         return None
     processes = _ask(uuid, lambda nvml, handle: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or ()
     own = [int(each.usedGpuMemory) for each in processes if each.pid in pids and each.usedGpuMemory is not None]
-    return int(memory.total), int(memory.used), sum(own) if own else None
+    return int(memory.total - memory.reserved), int(memory.used), sum(own) if own else None
 
 
 @lru_cache

@@ -18,7 +18,7 @@ class DeviceMemory(Model):
     index: int = Field(description="torch's index of the device in this process, or the number of the host device")
     uuid: str = Field(description="the driver's identifier, independent of CUDA_VISIBLE_DEVICES")
     name: str
-    total_bytes: int
+    total_bytes: int = Field(description="what processes can use: less than the device has by what its driver reserves")
     used_bytes: int = Field(description="in use by all processes, as nvidia-smi shows it")
     process_bytes: int | None = Field(description="in use by this process; null if the driver does not say")
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.e2e.serving import serving
-from tests.gpu.children import two_devices
+from tests.gpu.children import two_devices, with_new_nccl
 from tests.gpu.test_engine_gpu import GIB, QWEN2
 from tests.waiting import wait_until
 
@@ -60,7 +60,10 @@ def used_bytes(http: httpx.Client) -> list[int]:
     return [device["used_bytes"] for device in http.get("/memory_occupation").json()["devices"]]
 
 
-@pytest.mark.parametrize("body", [{"verify": "token"}, {"verify": "token", "hibernate": True}])
+HIBERNATED = pytest.param({"verify": "token", "hibernate": True}, marks=with_new_nccl)
+
+
+@pytest.mark.parametrize("body", [{"verify": "token"}, HIBERNATED])
 def test_both_gpus_are_given_back(http: httpx.Client, body: dict[str, object]) -> None:
     before, full = tokens(http), used_bytes(http)
     assert len(full) == 2
@@ -74,7 +77,7 @@ def test_both_gpus_are_given_back(http: httpx.Client, body: dict[str, object]) -
 
 
 @pytest.mark.guards("a rank was killed while memory was released, and probes went on saying that it was well")
-@pytest.mark.parametrize("released", [None, {}, {"hibernate": True}])
+@pytest.mark.parametrize("released", [None, {}, pytest.param({"hibernate": True}, marks=with_new_nccl)])
 def test_a_killed_rank_is_told(released: dict[str, bool] | None) -> None:
     """While rank 0 may wait for it in an all-reduce, and while memory is released; no call hangs."""
     with served() as http:

@@ -16,17 +16,13 @@ import httpx
 import pytest
 import torch
 
-from tests.gpu.children import process_mib, two_devices
+from tests.gpu.children import process_mib, two_devices, with_new_nccl
 from tests.gpu.vllm_server import QUICK, completions, missing, post, serving
 from tests.waiting import wait_until
 
 MIB = 1 << 20
 #: Of an engine when one of its ranks is killed.
 STATES = ("resident", "releasing", "released", "hibernated", "resuming")
-#: torch 2.11 brings NCCL 2.28.9, with which ranks cannot be hibernated.
-with_new_nccl = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.nccl.version() < (2, 29, 7), reason="needs NCCL 2.29.7 or later"
-)
 NCCL = {"NCCL_GRAPH_REGISTER": "0", "NCCL_NVLS_ENABLE": "0"}
 
 pytestmark = [

@@ -87,10 +87,9 @@ class Names:
         """Return ``text`` with names for what differs."""
         for old, new in self._texts.items():
             text = text.replace(old, new)
-        if not _FIGURE.search(text):
-            return text
-        for pattern, name in _TEXTS:
-            text = pattern.sub(name, text)
+        if _FIGURE.search(text):
+            for pattern, name in _TEXTS:
+                text = pattern.sub(name, text)
         return _ID.sub(lambda found: self._ids.setdefault(found[0], f"ID-{len(self._ids) + 1}"), text)
 
 

@@ -38,7 +38,7 @@ class Library(SimpleNamespace):
         return uuid
 
     def nvmlDeviceGetMemoryInfo(self, _handle: str, version: int) -> Any:
-        return SimpleNamespace(total=100, used=40)
+        return SimpleNamespace(total=103, used=40, reserved=3)
 
     def nvmlDeviceGetComputeRunningProcesses(self, _handle: str) -> list[Any]:
         return [SimpleNamespace(pid=7, usedGpuMemory=10)]
