@@ -20,17 +20,18 @@ def resize(
 
     What stays is not touched. What comes back is zero. Memory goes in whole pieces (``chunk_bytes`` of the region):
     a piece stays if any part of it does. Nothing may use the unused part until a later resize keeps it again. A release
-    of the tag and its resume leave the unused part where it is. All or nothing, on all devices.
+    of the tag and its resume leave the unused part where it is. While all of the tag is released nothing moves: its
+    resume brings back what is used, and zeros in what was unused before. All or nothing, on all devices.
 
     Args:
-        tag: which; its memory must be resident.
+        tag: which; all of its memory must be resident, or released.
         fraction: keep this much of each allocation, from its beginning: 0 to 1. 1 takes everything again.
         bytes: keep this much of the tag in all: the same fraction of each allocation.
         unused: keep all but these contiguous tensors or slices, such as ``keys[pages:]``.
 
     Raises:
         UnknownTagError: before anything was done.
-        ConfigurationError: not exactly one of the arguments was given, it is invalid, or the tag is released.
+        ConfigurationError: not exactly one of the arguments was given, it is invalid, or a part of the tag is released.
         UnsupportedError: this process is hibernated.
         OutOfDeviceMemoryError: the device has too little free memory to grow; everything is as before.
         MemsaverError: a driver call failed; everything is as before, but what was unused may be zero. If the undo

@@ -219,6 +219,12 @@ class Arena {
   }
   // Returns the live addresses whose memory a resize gave back.
   [[nodiscard]] const RangeSet& shrunk() const { return shrunk_; }
+  // Notes which live addresses of an arena without memory are shrunk. Others that were come back with zeros.
+  void set_shrunk(const RangeSet& ranges) {
+    for (const auto& [begin, bytes] : shrunk_.ranges()) released_under_[Restore::zero].add(begin, bytes);
+    for (const auto& [begin, bytes] : ranges.ranges()) forget_loss(begin, bytes);
+    shrunk_ = ranges;
+  }
   // Returns whether all of the range has memory.
   [[nodiscard]] bool is_mapped(Address address, std::size_t bytes) const {
     bool mapped = true;

@@ -540,7 +540,8 @@ class Saver::Resize final : public Operation {
  private:
   void plan(Arena& arena) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) override {
     if (arena.released().total_bytes() != 0) {
-      throw Error(ErrorKind::configuration, "memory that is released cannot be resized")
+      if (arena.chunks().empty()) return;  // nothing moves: run() divides it anew
+      throw Error(ErrorKind::configuration, "memory that is released in part cannot be resized")
           .with_advice("resume the tag first; nothing was changed");
     }
     const RangeSet used = used_of(arena);
@@ -587,6 +588,26 @@ class Saver::Resize final : public Operation {
       undo();
       throw;
     }
+    const Lock lock(saver_.map_.mutex);
+    for (Arena* const arena : arenas_) {
+      if (arena->released().total_bytes() != 0) divide(*arena);
+    }
+  }
+
+  // Divides an arena without memory into what a resume brings back, and what only a resize does. It takes no memory.
+  void divide(Arena& arena) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) {
+    const RangeSet used = used_of(arena);
+    RangeSet unused;
+    for (const auto& [address, allocation] : arena.allocations()) {
+      for (const auto& piece : arena.in_chunks({address, allocation.bytes})) {
+        if (!used.overlaps(piece.begin, piece.bytes)) unused.add(piece.begin, piece.bytes);
+      }
+    }
+    for (auto& [base, block] : arena.blocks()) {
+      if (!unused.overlaps(base + block->offset, block->bytes)) continue;
+      saver_.backups_.give_back(*block, arena.key().device);
+    }
+    arena.set_shrunk(unused);
   }
 
   // Drops the backups of the chunks to be given back: these come back with zeros.
@@ -621,7 +642,9 @@ class Saver::Resize final : public Operation {
               {
                 const Lock lock(saver_.map_.mutex);
                 for (Arena* const arena : arenas_) {
-                  plan_restore(*arena, among(*arena, arena->shrunk(), planned.at(arena->key().device).going));
+                  const auto on_device = planned.find(arena->key().device);
+                  if (on_device == planned.end()) continue;
+                  plan_restore(*arena, among(*arena, arena->shrunk(), on_device->second.going));
                 }
               }
               restore(false);

@@ -44,9 +44,10 @@ class Saver {
   // Gives back the chunks of `tag` whose live ranges are all `unused`. Brings back, with zeros, the other chunks that
   // an earlier resize gave back. Each allocation is also unused behind its first part, `kept` (0 to 1) of its size.
   // Synchronizes the devices before anything is unmapped; nothing may use the unused ranges until a resize keeps them
-  // again, or their allocation is freed. A release passes over what is given back, and so does its resume. Throws
-  // configuration if some of the tag is released: nothing has changed. Throws driver errors: undone, with zeros in what
-  // was unused; if the undo fails, what was given back stays given back.
+  // again, or their allocation is freed. A release passes over what is given back, and so does its resume. If
+  // all of the tag is released, nothing moves: its resume brings back what is used now. Throws configuration if a part
+  // of the tag is released: nothing has changed. Throws driver errors: undone, with zeros in what was unused; if the
+  // undo fails, what was given back stays given back.
   OperationResult resize(const std::string& tag, const std::vector<RangeSet::Range>& unused, double kept);
   // Takes the device memory that a resume of `tags` needs, in place of what was reserved before. The next resume uses
   // it, so that memory cannot run out, and gives back what it did not use. Throws driver errors: nothing is reserved.

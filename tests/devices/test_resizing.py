@@ -169,11 +169,28 @@ def test_what_is_refused_changes_nothing(tag: str, device: str, unit: int) -> No
     with pytest.raises(ms.ConfigurationError), ms.region(tag, chunk_bytes=-1):
         pass
     assert held(tag).shrunk_bytes == 0
+
+
+@pytest.mark.parametrize("restore", ["host", "zero"])
+def test_a_resume_brings_back_a_part(tag: str, device: str, unit: int, slack: int, restore: str) -> None:
+    """What is divided while it is released moves nothing, and what no resume brought back comes as zeros."""
+    tensors = caches(tag, device, unit, restore)
     ms.release([tag])
-    with pytest.raises(ms.ConfigurationError, match="resume the tag first"):
-        ms.resize(tag, fraction=0.5)
-    ms.resume([tag])
-    assert held(tag).shrunk_bytes == 0
+    with falls_by(0, slack):
+        report = ms.resize(tag, fraction=0.25)
+    assert (report.bytes, report.shrunk_bytes) == (128 * unit, 96 * unit)
+    assert (report.released_bytes, report.resumed_bytes) == (0, 0)
+    assert (held(tag).state, held(tag).released_bytes) == ("released", 32 * unit)
+    assert ms.resize(tag, fraction=0.5).shrunk_bytes == 64 * unit
+    with falls_by(-64 * unit, slack):
+        assert ms.resume([tag]).resumed_bytes == 64 * unit
+    kept = 1 if restore == "host" else 0
+    for tensor in tensors:
+        assert (tensor[: 16 * unit] == kept).all()
+        assert not tensor[16 * unit : 32 * unit].any()
+    assert ms.resize(tag, fraction=1).resumed_bytes == 64 * unit
+    for tensor in tensors:
+        assert not tensor[32 * unit :].any()
 
 
 def test_a_tag_without_memory() -> None:

@@ -258,7 +258,9 @@ class Machine(RuleBasedStateMachine):
     @step
     def resize(self, tag: str, fraction: float, faults: list[Fault]) -> None:
         before = self._selected([tag])
-        released = any(memory.released_bytes for memory in before)
+        released = {memory.kind for memory in before if memory.released_bytes}
+        if released and tag != CHUNKED:
+            return  # how its memory is divided is not known here
         shrunk = sum(int(np.count_nonzero(memory.shrunk)) for memory in before)
         short = any(shrunk * PAGE > free for free in self._free_bytes().values())
         done = False
@@ -267,16 +269,18 @@ class Machine(RuleBasedStateMachine):
                 ms.resize(tag, fraction=fraction)
                 done = True
             except ms.ConfigurationError:
-                assert released
+                assert any(memory.kind in released and memory.here.any() for memory in before)
             except ms.OutOfDeviceMemoryError:
                 if not short and not self.faults.met():
                     raise
             finally:
                 here = mapped_pages(process.saver().left_mapped())
-                for memory in before if not released else ():
+                for memory in before if done or not released else ():
                     unused = np.arange(memory.pages) * PAGE >= fraction * memory.bytes
-                    memory.be_resized(unused, here(memory), done=done)
-        assert not (done and released)
+                    if memory.kind in released:
+                        memory.be_divided(unused, CHUNK)
+                    else:
+                        memory.be_resized(unused, here(memory), done=done)
 
     resize_as_often = resize  # one rule per name
 

@@ -109,6 +109,14 @@ class Memory:
             self.or_zeros |= self.here & now & unused
         self.here, self.shrunk = now, ~now
 
+    def be_divided(self, unused: np.ndarray, piece_bytes: int) -> None:
+        """A resize in which these pages were unused is over; nothing is resident, and nothing moved."""
+        pieces = np.arange(self.pages) * PAGE // piece_bytes
+        gone = ~np.isin(pieces, pieces[~unused])
+        self.owe("zero", gone)
+        self.damaged[gone] = self.perhaps_damaged[gone] = False
+        self.shrunk = gone
+
     def be_resident(self) -> None:
         self.here = ~self.shrunk
         self.damaged[:] = self.perhaps_damaged[:] = False
