@@ -28,11 +28,11 @@ SECONDS = Path(__file__).with_name("seconds.json")
 #: Those that need neither a GPU nor another environment.
 FOLDERS = ("devices", "e2e", "fleet", "native", "recordings", "reliability", "service", "unit")
 #: Files share a process up to this time; each process takes a second to start.
-TOGETHER_S = 45.0
+TOGETHER_S = 30.0
 #: What a file counts that is not known.
 UNKNOWN_S = 5.0
 #: Tests wait about as much as they compute.
-PROCESSES = 3 * len(os.sched_getaffinity(0))
+PROCESSES = 4 * len(os.sched_getaffinity(0))
 
 #: A fork has some plugins loaded, which pytest would rewrite.
 PYTEST = (
