@@ -203,6 +203,15 @@ class Resume(_OnTags):
     weights_version: Annotated[WeightsVersion | None, Acts("service", lasting=True)] = Field(
         default=None, description="Fail unless the last update of the weights named this version."
     )
+    kv_cache: Annotated[Literal["whole", "shrink"], Acts("service", lasting=True)] = Field(
+        default="whole", description="If memory is short after the wait: fail, or resume with a smaller KV cache."
+    )
+
+    @model_validator(mode="after")
+    def _shrunk_at_once(self) -> Self:
+        if self.kv_cache == "shrink" and self.prepare:
+            raise ValueError('what is prepared holds the memory of the whole KV cache: leave out "kv_cache": "shrink"')
+        return self
 
     def patience_s(self, phase: str) -> float:
         return self.wait_for_memory_s if phase == "wait_for_memory" else 0.0

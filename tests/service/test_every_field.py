@@ -39,6 +39,7 @@ VALUES: dict[str, Any] = {
     "at_least_bytes": 5,
     "wait_for_memory_s": 2.5,
     "weights_version": "step-12",
+    "kv_cache": "shrink",
     "selector": {"names": ["a"]},
     "model": "m",
     "fleet_mode": "best_effort",

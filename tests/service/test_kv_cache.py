@@ -301,3 +301,36 @@ def test_growing_waits_for_memory(client: Client) -> None:
             assert outputs(client) == tokens
         assert growing.result().kv_cache.bytes == PAGES * PAGE
     assert outputs(client) == tokens
+
+
+def test_a_resume_brings_back_what_finds_room(client: Client) -> None:
+    tokens = outputs(client)
+    everything = client.release().released_bytes
+    with tenant(left=everything - 5 * PAGE):
+        with pytest.raises(DeviceMemoryError):
+            client.resume()
+        plan = client.plan("resume", kv_cache="shrink")
+        assert not plan.blockers
+        resumed = client.resume(kv_cache="shrink").resumed_bytes
+        assert everything - 7 * PAGE <= resumed <= everything - 5 * PAGE
+        assert client.kv_cache().bytes in (3 * PAGE, 4 * PAGE)
+        assert outputs(client) == tokens
+    assert client.resize_kv_cache(fraction=1.0).kv_cache.bytes == PAGES * PAGE
+    assert outputs(client) == tokens
+
+
+def test_a_resume_without_room_for_a_page_leaves_the_size(client: Client, http: httpx.Client) -> None:
+    weights = client.release(["weights"]).released_bytes
+    client.release()
+    with tenant(left=weights + PAGE // 2), pytest.raises(DeviceMemoryError):
+        client.resume(["weights", "kv_cache"], kv_cache="shrink")
+    (cache,) = (tag for tag in http.get("/memory_occupation").json()["tags"] if tag["tag"] == "kv_cache")
+    assert (cache["resident_bytes"], cache["shrunk_bytes"]) == (0, 0)
+    client.resume()
+    assert client.kv_cache().bytes == PAGES * PAGE
+
+
+def test_a_prepared_resume_does_not_shrink(http: httpx.Client) -> None:
+    refused = http.post("/resume_memory_occupation", json={"kv_cache": "shrink", "prepare": True})
+    assert refused.status_code == 400
+    assert "holds the memory of the whole KV cache" in refused.text

@@ -23,13 +23,13 @@ def resize(runner: Any, blocks: int) -> None:
     if it has this size, so that a resize that was refused can be undone.
 
     Raises:
-        UnsupportedError: memory of this worker is released, or where a block is in the cache cannot be seen.
+        UnsupportedError: other memory of this worker is released, or where a block is in the cache cannot be seen.
         OutOfDeviceMemoryError, MemsaverError: as ``memsaver_core.resize``. After each of these the cache is as before.
     """
     total = runner.kv_cache_config.num_blocks
     if blocks == getattr(runner, _BACKED, total):
         return
-    if released := [tag.tag for tag in ms.status().tags if tag.released_bytes]:  # the tables, for example
+    if released := [tag.tag for tag in ms.status().tags if tag.released_bytes and tag.tag != KV_CACHE]:  # the tables
         raise UnsupportedError(f"{', '.join(released)} is released; resume it first: the KV cache was not resized")
     # A layer of a state-space model has a list of tensors.
     views = [each for one in runner.kv_caches for each in (one if isinstance(one, (list, tuple)) else [one])]

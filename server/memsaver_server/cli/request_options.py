@@ -67,6 +67,12 @@ class Resume(Options):
     weights_version: str | None = typer.Option(
         None, "--weights-version", help="Fail unless the last update of the weights named this version."
     )
+    kv_cache: str | None = typer.Option(
+        None,
+        "--kv-cache",
+        help="If memory is short after the wait: fail, or resume with a smaller KV cache.",
+        metavar="whole|shrink",
+    )
 
 
 class FleetRelease(Options):
@@ -90,6 +96,7 @@ class FleetResume(Options):
     fleet_mode: bool = FleetRelease.fleet_mode
     wait_for_memory_s: float | None = Resume.wait_for_memory_s
     weights_version: str | None = Resume.weights_version
+    kv_cache: str | None = Resume.kv_cache
     timeout_s: float | None = typer.Option(
         None, "--timeout", help="How long an engine may take to prepare, beside its wait for memory.", metavar="SECONDS"
     )

@@ -28,6 +28,7 @@ class ResumeKeywords(TypedDict, total=False):
     lease_s: float | None
     wait_for_memory_s: float | None
     weights_version: str | None
+    kv_cache: Literal["whole", "shrink"] | None
     selector: Mapping[str, object] | None  # at a coordinator
 
 

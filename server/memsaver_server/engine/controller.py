@@ -80,6 +80,7 @@ class EngineController:
         self._monitor = DeviceMonitor(memory=memory_of(engine))
         self.lifecycle = Lifecycle(engine, settings, self._record)
         self._cache = ElasticCache(engine, self.lifecycle) if isinstance(engine, ResizableEngine) else None
+        self.lifecycle.fit_cache = None if self._cache is None else self._cache.fit
         self._metrics = EngineMetrics(self._monitor, self.lifecycle, self._cache, callers)
         self._id = uuid.uuid4().hex[:12]
         self._held: dict[str, tuple[float, float]] = {}  # by coordinators: when each has asked first, and last

@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
-from memsaver_core.contract.errors import BadRequestError, DrainTimeoutError, NotResidentError
+from memsaver_core.contract.errors import (
+    BadRequestError,
+    DrainTimeoutError,
+    MemsaverError,
+    NotResidentError,
+    OutOfDeviceMemoryError,
+)
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.reports import DeviceRoom, OperationReport, PlanAnswer, PlannedTag, ResizedReport, TagReport
 from memsaver_core.contract.requests import ResizeKvCache
@@ -91,6 +97,31 @@ class ElasticCache:
         tag = self._tag()
         planned = PlannedTag(tag=tag.tag, restore=tag.restore, bytes=abs(more))
         return plan_answer("resize", does, [planned], blockers, rooms)
+
+    def fit(self, resume: Callable[[], OperationReport]) -> OperationReport:
+        """Return what ``resume`` did, which brings the released cache back with as many pages as find room. Raises
+        OutOfDeviceMemoryError if these are too few: the cache then has its size of before, and stays released."""
+        before = self._engine.kv_cache()
+        pages, fewer = before.kept, 0
+        while True:
+            try:
+                return resume()
+            except OutOfDeviceMemoryError as short:
+                # Memory comes in pieces: fewer pages may need as much.
+                fewer = max(math.ceil((short.needed_bytes - short.free_bytes) / before.page_bytes), 2 * fewer)
+                pages -= fewer
+                if pages < max(1, before.needed) or not self._resize_released(pages):
+                    self._resize_released(before.kept)
+                    raise
+
+    def _resize_released(self, pages: int) -> bool:
+        """Return whether a resume will bring back this many pages."""
+        try:
+            self._engine.limit_kv_cache(pages, 0.0)
+            self._engine.resize_kv_cache(pages)
+        except MemsaverError:
+            return False
+        return True
 
     def _resize(self, request: ResizeKvCache, pages: int, operation: Operation, log: PhaseLog) -> ResizedReport:
         self._lifecycle.check_resident(_TAGS)

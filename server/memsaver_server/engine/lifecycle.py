@@ -74,6 +74,8 @@ class Lifecycle:
         # Tags that only a release of everything has taken, so that a client may never name them in a resume.
         self._implicit: frozenset[str] = frozenset()
         self._verification = Verification(engine, self._admission, self.memory, settings)
+        #: ``ElasticCache.fit``, if the engine can resize its KV cache.
+        self.fit_cache: Callable[[Callable[[], OperationReport]], OperationReport] | None = None
 
     def start(self, request: Release | Resume, *, key: str | None = None, client: str = "") -> Operation:
         """Begin a release or a resume, or join the one in flight; returns at once.
@@ -91,6 +93,8 @@ class Lifecycle:
         """
         self.memory.check_tags(request.tags)
         if isinstance(request, Resume):
+            if request.kv_cache == "shrink" and self.fit_cache is None:
+                raise errors.UnsupportedError("this engine cannot resume with a smaller KV cache; nothing was resumed")
             return self.operations.submit(request, partial(self._resume, request), key=key, client=client)
         self.memory.check_tags(tuple(request.restore))
         if request.hibernate and self.memory.enabled() and (reasons := self.memory.hibernation_obstacles()):
@@ -168,8 +172,7 @@ class Lifecycle:
         if released or self._admission.needs_repair() or status.hibernated:
             self._admission.close_for("memory is being resumed")
         try:
-            work = partial(self._map, request, operation, log)
-            report = self.with_room(operation, log, request.wait_for_memory_s, work)
+            report = self._bring_back(request, operation, log)
             self._note_resumed(released)
             with log.phase(Phase.REPAIR):
                 self._admission.repair()
@@ -214,6 +217,29 @@ class Lifecycle:
             with log.phase(Phase.WAIT_FOR_MEMORY):
                 operation.move_later()
                 self._wait_for_memory(device, needed_bytes, deadline, operation)
+
+    def _bring_back(self, request: Resume, operation: Operation, log: PhaseLog) -> OperationReport:
+        """Resume the memory; with a smaller KV cache if the whole one finds no room, and if that was asked for."""
+        try:
+            work = partial(self._map, request, operation, log)
+            return self.with_room(operation, log, request.wait_for_memory_s, work)
+        except errors.OutOfDeviceMemoryError:
+            if request.kv_cache == "whole" or self.fit_cache is None:
+                raise
+            operation.move_later()
+            return self.with_room(operation, log, 0.0, partial(self._map_smaller, request, operation, log))
+
+    def _map_smaller(self, request: Resume, operation: Operation, log: PhaseLog) -> OperationReport:
+        """Resume all else, and then as much of the KV cache as fits. If that fails, what came back stays."""
+        assert self.fit_cache is not None
+        operation.hold()
+        asked = {tag for tag in released_tags(self.memory.status()) if not request.tags or tag in request.tags}
+        others = request.model_copy(update={"tags": tuple(sorted(asked - {"kv_cache"}))})
+        moved = [tag for tag in self.memory.resume(others, log=log).tags if not tag.already] if others.tags else []
+        report = self.fit_cache(lambda: self.memory.resume(request, log=log))
+        tags = {tag.tag: tag for tag in (*report.tags, *moved)}
+        resumed = sum(tag.resumed_bytes for tag in tags.values())
+        return operation.moved(report.model_copy(update={"tags": tuple(tags.values()), "resumed_bytes": resumed}))
 
     def _map(self, request: Resume, operation: Operation, log: PhaseLog) -> OperationReport:
         """Resume the memory; if that is to be prepared, on device memory that is reserved before."""

@@ -48,7 +48,8 @@ def plan_resume(lifecycle: Lifecycle, request: Resume, devices: Iterable[DeviceM
     now = lifecycle.snapshot()
     asked = lifecycle.tags_to_resume(request.tags)
     tags = [tag for tag in now.status.tags if tag.released_bytes and (not asked or tag.tag in asked)]
-    rooms = device_rooms(tags, now.status, devices)
+    whole = [tag for tag in tags if request.kv_cache == "whole" or tag.tag != "kv_cache"]
+    rooms = device_rooms(whole, now.status, devices)
     blockers = list(general_blockers(now.status, request, now.running))
     try:
         lifecycle.check_resume(request)

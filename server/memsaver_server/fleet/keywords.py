@@ -27,5 +27,6 @@ class FleetResumeKeywords(TypedDict, total=False):
     fleet_mode: Literal["all", "best_effort"] | None
     wait_for_memory_s: float | None
     weights_version: str | None
+    kv_cache: Literal["whole", "shrink"] | None
     timeout_s: float | None
     mode: Literal["all", "best_effort"] | None
