@@ -273,8 +273,8 @@ class FleetController:
     async def look(self, names: Sequence[str]) -> None:
         await self._observer.look(names)
 
-    async def move(self, verb: Verb, names: Sequence[str]) -> results.FleetResult:
-        asked = ASKED_OF_FLEET[verb](selector=Selector(names=tuple(names)), wait=True)
+    async def move(self, verb: Verb, names: Sequence[str], **options: Any) -> results.FleetResult:
+        asked = ASKED_OF_FLEET[verb](selector=Selector(names=tuple(names)), wait=True, **options)
         operation = self._start(asked.resolved(self._settings.drain_timeout_s), TURNS, None)
         try:
             return await operation.outcome()

@@ -215,8 +215,8 @@ class FileRecord:
 
 
 def _covers(new: Wanted, old: Wanted) -> bool:
-    """Return whether ``new`` leaves nothing of ``old``."""
-    selected = new.selector in (Selector(), old.selector)
+    """Return whether ``new`` leaves nothing of ``old``. What is released until asked leaves the version demanded."""
+    selected = new.selector in (Selector(), old.selector) and (old.until_asked or not new.until_asked)
     return selected and (new.tags is None or (old.tags is not None and set(old.tags) <= set(new.tags)))
 
 
@@ -227,6 +227,18 @@ def wishes_for(member: Described, wanted: Iterable[Wanted]) -> dict[str | None, 
         if wish.selector.matches(member):
             found = {None: wish} if wish.tags is None else {**found, **dict.fromkeys(wish.tags, wish)}
     return found
+
+
+def version_for(member: Described, wanted: Iterable[Wanted]) -> str | None:
+    """Return the version that the weights of an engine must have to serve: of the last resume that names one, unless
+    the weights were resumed or released without one since."""
+    version = None
+    for wish in wanted:
+        named = wish.options.get("weights_version")
+        decides = named or wish.tags is None or "weights" in wish.tags
+        if decides and not wish.until_asked and wish.selector.matches(member):
+            version = named
+    return version
 
 
 _Change = Callable[[RecordContent], RecordContent]

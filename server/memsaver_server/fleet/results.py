@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any, Literal
 
 from pydantic import Field
@@ -13,10 +13,12 @@ from memsaver_core.contract.requests import FleetMode, Selector
 from memsaver_core.contract.status import EngineRow as EngineRow
 from memsaver_core.contract.status import FleetOccupation, MemberRow, OccupationAnswer
 from memsaver_server.fleet.members import Member
-from memsaver_server.fleet.record import Wanted, wishes_for
+from memsaver_server.fleet.record import Wanted, version_for, wishes_for
 
 #: Who began an operation: a caller, the models that take turns, or the reconciler.
 Origin = Literal["caller", "turns", "reconciler"]
+#: What to do about weights of another version than was demanded.
+_ADVICE = "update them, or resume with their version, or without one"
 #: What a fleet's operation does now.
 Stage = Literal["asking", "preparing", "committing", "aborting", "rolling_back", "ended"]
 
@@ -98,7 +100,8 @@ class FleetOperationsAnswer(Model):
 
 
 class EngineStatus(MemberRow):
-    """One engine now. ``occupation`` is null if it does not answer; ``error`` says why."""
+    """One engine now. ``occupation`` is null if it does not answer; ``error`` says why, or why it serves no request
+    although it answers: its weights are not of the version that a resume demanded."""
 
     state: str = Field(description="As in EngineResult.")
     wanted: Literal["released", "resident", "mixed", ""] = Field(description="What the record wants; empty: nothing.")
@@ -107,8 +110,13 @@ class EngineStatus(MemberRow):
 
     @classmethod
     def of(
-        cls, member: Member, occupation: OccupationAnswer | None, error: object, wanted: Iterable[Wanted] = ()
+        cls, member: Member, occupation: OccupationAnswer | None, error: object, wanted: Sequence[Wanted] = ()
     ) -> EngineStatus:
+        demanded = version_for(member, wanted)
+        if occupation is not None and demanded not in (None, occupation.weights_version):
+            held = occupation.weights_version
+            named = f"are of version {held!r}" if held else "have no version"
+            error = f"it serves no request: its weights {named}, and a resume demanded {demanded!r}; {_ADVICE}"
         return cls(
             **{name: getattr(member, name) for name in MemberRow.model_fields if name != "alive"},
             alive=occupation is not None,

@@ -37,7 +37,7 @@ RETRY_S = 1.0
 class Mover(Protocol):
     """Moves the memory of engines, and looks what became of it."""
 
-    async def move(self, verb: Verb, names: Sequence[str]) -> FleetResult: ...
+    async def move(self, verb: Verb, names: Sequence[str], **options: Any) -> FleetResult: ...
 
     async def look(self, names: Sequence[str]) -> None:
         """Have ``Turns.update`` called with a status in which these engines were asked after this call."""
@@ -318,7 +318,8 @@ class Turns:
             raise NoTurnError(f"no room was made: {result.message}")
 
     async def _resume(self, slot: Slot) -> None:
-        result = await self._mover.move("resume", [slot.name])
+        demands = {"weights_version": slot.weights_version} if slot.weights_version else {}
+        result = await self._mover.move("resume", [slot.name], **demands)
         if result.success:
             slot.woken()
             self.wakes[slot.model] = self.wakes.get(slot.model, 0) + 1
