@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -234,3 +234,48 @@ def test_an_undo_that_another_coordinator_had_begun_is_followed(coordinate: Call
         first.result()  # all as before, or all but the engine on which the second's undo runs at its look
         assert [each.rolled_back for each in second.result()] == [True]
     assert all(site.is_serving for site in sites.values())
+
+
+def paused(sites: Sites, request_: str, act: Callable[[], FleetResult]) -> Future[FleetResult]:
+    """Have a coordinator act, and stop at this request to b until the wire lets it go on, as if its host did not run."""
+    arrived = threading.Event()
+    sites["b"].wire.on(request_, "delay", times=1, then=arrived.set)
+    acting: Future[FleetResult] = Future()
+    threading.Thread(target=lambda: acting.set_result(act())).start()
+    arrived.wait()
+    return acting
+
+
+def test_an_end_that_is_noted_late_does_not_undo_a_later_wish(coordinate: Callable[..., Fleet], sites: Sites) -> None:
+    """By a coordinator that did not run while another one ended its operation and was given the next."""
+    record = MemoryRecord()
+    late = coordinate(record=record, silence_s=3600)
+    acting = paused(sites, "/commit", lambda: late.release(operation_id="one"))
+    fleet = coordinate(record=record)
+    (ended,) = fleet.recover()
+    assert ended.success, ended.message
+    assert fleet.resume(Selector(names=("a",))).success
+    before = asyncio.run(record.load())
+    sites["b"].wire.go_on()
+    acting.result()
+    assert asyncio.run(record.load()) == before
+    assert not fleet.reconcile()
+    assert [site.is_serving for site in sites.values()] == [True, False, False]
+
+
+def test_an_end_that_is_noted_late_does_not_end_a_repeat(coordinate: Callable[..., Fleet], sites: Sites) -> None:
+    """Of the same id, which the other coordinator carries out."""
+    record = MemoryRecord()
+    late = coordinate(record=record, silence_s=3600)
+    acting = paused(sites, '"prepare":true', lambda: late.release(operation_id="one"))
+    sites["c"].engine.memory.hold("release")
+    repeating = paused(sites, "/commit", lambda: coordinate(record=record).release(operation_id="one"))
+    before = asyncio.run(record.load())
+    assert before.running["one"].stage == "committing"
+    late.cancel("one")
+    acting.result()
+    assert asyncio.run(record.load()) == before
+    sites["b"].wire.go_on()
+    sites["c"].engine.memory.heal()
+    assert repeating.result().success
+    assert asyncio.run(record.load()).wanted[-1].operation_id == "one"

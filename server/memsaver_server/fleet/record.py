@@ -271,12 +271,13 @@ class Keeper:
         """Note what an operation that begins is to leave. Unlike an end, nothing of it counts if it is not written."""
         await self._change(lambda old: old.noting(operation_id, known, wish))
 
-    async def ended(self, operation_id: str, known: Known, *wishes: Wanted, noted: bool = False) -> None:
-        """Note that an operation has ended, what its id stands for, and what is wanted from now on. One that was
-        ``noted`` as running, and that another coordinator has ended since, changes nothing."""
+    async def ended(self, operation_id: str, known: Known, *wishes: Wanted, prepared_by: str = "") -> None:
+        """Note that an operation has ended, what its id stands for, and what is wanted from now on. One that was noted
+        as running, ``prepared_by`` this key, and that another coordinator has ended since, changes nothing."""
 
         def change(content: RecordContent) -> RecordContent:
-            if noted and operation_id not in content.running:
+            running = content.running.get(operation_id)
+            if prepared_by and (running is None or running.key != prepared_by):
                 return content
             return content.noting(operation_id, known, *wishes)
 
