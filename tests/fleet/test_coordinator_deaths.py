@@ -237,7 +237,7 @@ def test_an_undo_that_another_coordinator_had_begun_is_followed(coordinate: Call
 
 
 def paused(sites: Sites, request_: str, act: Callable[[], FleetResult]) -> Future[FleetResult]:
-    """Have a coordinator act, and stop at this request to b until the wire lets it go on, as if its host did not run."""
+    """Have a coordinator act, and stop at this request to b until the wire goes on, as if its host did not run."""
     arrived = threading.Event()
     sites["b"].wire.on(request_, "delay", times=1, then=arrived.set)
     acting: Future[FleetResult] = Future()

@@ -31,6 +31,7 @@ class Slot:
         self.free: dict[str, int] = {}  # bytes of each GPU, by UUID
         self.in_flight = 0
         self.moving = 0  # how many operations move its memory, or are about to; it takes no request meanwhile
+        self.waking = False  # one of these operations wakes it for requests
         self.yielding = False  # it makes room: it takes no new request, and is released once those in flight have ended
         self.extra = 0  # more engines must make room for it than its size demands; grows if it cannot be resumed
         self.not_before = 0.0  # when to try again after a failure, on the monotonic clock

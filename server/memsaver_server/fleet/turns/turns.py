@@ -214,6 +214,8 @@ class Turns:
         if ready:
             line.serve(min(ready, key=lambda slot: slot.in_flight))
             return
+        if any(slot.waking for slot in slots):  # one is enough
+            return
         asleep = [slot for slot in slots if slot.state == "asleep" and not slot.moving]
         if not asleep:
             if all(slot.state in ("dead", "kept") and not slot.moving for slot in slots):
@@ -288,6 +290,7 @@ class Turns:
         slots = [*making_room, *([slot] if slot else [])]
         for each in slots:
             each.moving += 1
+            each.waking = each is slot
         self._keep(self._move(slot, making_room, slots))
 
     async def _move(self, slot: Slot | None, making_room: list[Slot], slots: list[Slot]) -> None:
@@ -310,6 +313,7 @@ class Turns:
             await self._mover.look([each.name for each in slots])
             for each in slots:
                 each.moving -= 1
+                each.waking = False
             self._schedule()
 
     async def _release(self, making_room: list[Slot]) -> None:
