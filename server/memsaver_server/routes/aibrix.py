@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends
@@ -15,6 +16,7 @@ from memsaver_core.contract.requests import Bytes, Fields, FleetRelease, FleetRe
 from memsaver_server.controller import Answer, Models
 from memsaver_server.fleet.controller import FleetController
 from memsaver_server.fleet.results import CallRow, EngineResult
+from memsaver_server.http.auth import caller
 from memsaver_server.http.requests import failures, fields_of, guard, takes
 from memsaver_server.http.service import ServiceOf, controller_of, response_of
 from memsaver_server.http.unknown_fields import NamesIgnored
@@ -71,12 +73,13 @@ def router(models: Models) -> APIRouter:
         return await operate(request, service, fields, FleetResume(**_named(fields)))
 
     @routes.post("/v1/runtime/models/kv-limit", openapi_extra=takes(RuntimeLimit))
-    async def kv_limit(controller: FleetControllerOf, fields: Any = by_limit) -> JSONResponse:
+    async def kv_limit(request: Request, controller: FleetControllerOf, fields: Any = by_limit) -> JSONResponse:
         """Make the KV cache of a model's engines smaller or larger while they serve, of each by itself."""
-        answer, applied = await controller.limit_kv_cache(Selected(model=fields.model_name), fields.limit_bytes)
+        selected, operation_id = Selected(model=fields.model_name), fields.operation_id or uuid.uuid4().hex[:12]
+        answer, applied = await controller.limit_kv_cache(selected, fields.limit_bytes, caller(request), operation_id)
         if answer.status != 200:
             return response_of(answer)
-        return _done(fields, fields.operation_id, applied, "active", answer)
+        return _done(fields, operation_id, applied, "active", answer)
 
     async def operate(
         request: Request, service: ServiceOf, fields: RuntimeWake, asked: FleetRelease | FleetResume
