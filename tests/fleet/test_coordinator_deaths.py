@@ -214,6 +214,31 @@ def test_a_repeat_joins_what_engines_do_for_a_dead_coordinator(coordinate: Calla
     assert all(site.is_released for site in sites.values())
 
 
+@pytest.mark.parametrize("later", [(), ("b",)])
+def test_a_repeat_does_not_undo_what_was_asked_since(
+    coordinate: Callable[..., Fleet], sites: Sites, later: tuple[str, ...]
+) -> None:
+    """The coordinator had died while it carried out the first in mode best_effort, and was asked for another then."""
+
+    class Begun(MemoryRecord):
+        async def save(self, content: RecordContent) -> None:
+            if all(known.outcome == "begun" for known in content.ids.values()):
+                await super().save(content)
+
+    dead, record = Begun(), MemoryRecord()
+    assert coordinate(record=dead).release(operation_id="one", mode="best_effort").success
+    asyncio.run(record.save(asyncio.run(dead.load())))
+    fleet = coordinate(record=record)
+    assert fleet.release(operation_id="one", mode="best_effort").success
+    asyncio.run(record.save(asyncio.run(dead.load())))
+    assert fleet.resume(Selector(names=later), operation_id="two").success
+    before = asyncio.run(record.load()).wanted
+    again = coordinate(record=record).release(operation_id="one", mode="best_effort")
+    assert [(engine.name, engine.kind) for engine in again.failed] == [(name, "changed") for name in later or "abc"]
+    assert asyncio.run(record.load()).wanted == before
+    assert [site.is_serving for site in sites.values()] == [name in (later or "abc") for name in "abc"]
+
+
 def test_an_undo_that_another_coordinator_had_begun_is_followed(coordinate: Callable[..., Fleet], sites: Sites) -> None:
     """It was refused, as the other coordinator's caller had another patience."""
     record, memory = MemoryRecord(), sites["c"].engine.memory

@@ -258,16 +258,13 @@ class Execution:
         options: dict[str, Any] = {}
         restore: dict[str, str] = {}
         for tag in part.after.tags if part.after else ():
-            if tag.tag not in tags:
-                continue
             wish = wishes.get(tag.tag, wishes.get(None))
-            policy = ""
-            if wish is not None and wish.state == "released":
-                options |= wish.options
-                policy = wish.options.get("restore", {}).get(tag.tag, "")
-            if tag.tag in kept and not keeps_all(policy or tag.restore):
-                restore[tag.tag] = "host"
-            elif policy and (keeps_all(policy) or tag.content == "lost"):
+            given = wish.options if tag.tag in tags and wish is not None and wish.state == "released" else {}
+            options |= given
+            policy = given.get("restore", {}).get(tag.tag, "")
+            if tag.tag in kept & set(tags) and not keeps_all(policy or tag.restore):
+                policy = "host"
+            if policy and (keeps_all(policy) or tag.content == "lost"):
                 restore[tag.tag] = policy
         return {"wait": True, "timeout_s": self._timeout_s, **options, "restore": restore}
 

@@ -328,8 +328,11 @@ class AsyncFleet:
 
     async def _execute(self, operation: FleetOperation) -> FleetResult:
         request, parts = operation.asked, operation.parts
-        known = (await self._keeper.load()).known(operation.id)
-        if known is not None and known.outcome in ("succeeded", "cancelled"):
+        record = await self._keeper.load()
+        known = record.known(operation.id)
+        members = [part.member for part in parts]
+        overtaken = known is not None and known.outcome == "begun" and record.is_overtaken(operation.id, members)
+        if known is not None and (known.outcome in ("succeeded", "cancelled") or overtaken):
             for part in parts:
                 part.after = part.before
             if known.outcome == "cancelled":

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from memsaver_core.contract.errors import WrongWeightsError
 from memsaver_core.contract.requests import Selector
 from memsaver_server.fleet.connection import Coordinator, EngineFailure
 from memsaver_server.fleet.locks import Locks
@@ -104,7 +103,7 @@ class Reconciler:
             part = await self._roster.asked(member)
             if part.failure is None and not _steps(part, wanted) and (excluded := part.status(wanted).error):
                 part.after = part.before
-                part.fail("reconciling", EngineFailure(WrongWeightsError.kind, excluded, answered=True))
+                part.fail("reconciling", EngineFailure("wrong_weights_version", excluded))
             if part.failure is not None or self._has_rival(part) or not _steps(part, wanted):
                 self._report(part)  # else a step does, which may fail again
                 return [part.result(undone=False)] if part.failure is not None else []

@@ -117,6 +117,12 @@ class RecordContent(Model):
         known = self.ids.get(operation_id)
         return known if known is not None and known.at > time.time() - KEPT_S else None
 
+    def is_overtaken(self, operation_id: str, members: Iterable[Described]) -> bool:
+        """Return whether a later wish than that of an operation which has begun is about one of these members."""
+        ids = [wish.operation_id for wish in self.wanted]
+        later = self.wanted[ids.index(operation_id) + 1 :] if operation_id in ids else self.wanted
+        return any(wish.selector.matches(member) for member in members for wish in later)
+
     def first(self, operation_id: str, digest: str) -> str:
         """Describe the other request that an id stands for; empty if it stands for that of ``digest``, or for none."""
         known, running = self.known(operation_id), self.running.get(operation_id)

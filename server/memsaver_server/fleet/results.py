@@ -17,8 +17,6 @@ from memsaver_server.fleet.record import Wanted, version_for, wishes_for
 
 #: Who began an operation: a caller, the models that take turns, or the reconciler.
 Origin = Literal["caller", "turns", "reconciler"]
-#: What to do about weights of another version than was demanded.
-_ADVICE = "update them, or resume with their version, or without one"
 #: What a fleet's operation does now.
 Stage = Literal["asking", "preparing", "committing", "aborting", "rolling_back", "ended"]
 
@@ -114,9 +112,8 @@ class EngineStatus(MemberRow):
     ) -> EngineStatus:
         demanded = version_for(member, wanted)
         if occupation is not None and demanded not in (None, occupation.weights_version):
-            held = occupation.weights_version
-            named = f"are of version {held!r}" if held else "have no version"
-            error = f"it serves no request: its weights {named}, and a resume demanded {demanded!r}; {_ADVICE}"
+            held = f"are of version {occupation.weights_version!r}" if occupation.weights_version else "have no version"
+            error = f"it serves no request: its weights {held}, and a resume demanded {demanded!r}; update or resume it"
         return cls(
             **{name: getattr(member, name) for name in MemberRow.model_fields if name != "alive"},
             alive=occupation is not None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends
@@ -75,11 +74,11 @@ def router(models: Models) -> APIRouter:
     @routes.post("/v1/runtime/models/kv-limit", openapi_extra=takes(RuntimeLimit))
     async def kv_limit(request: Request, controller: FleetControllerOf, fields: Any = by_limit) -> JSONResponse:
         """Make the KV cache of a model's engines smaller or larger while they serve, of each by itself."""
-        selected, operation_id = Selected(model=fields.model_name), fields.operation_id or uuid.uuid4().hex[:12]
-        answer, applied = await controller.limit_kv_cache(selected, fields.limit_bytes, caller(request), operation_id)
+        asked = Selected(model=fields.model_name), fields.limit_bytes, fields.operation_id
+        answer, applied = await controller.limit_kv_cache(*asked, client=caller(request))
         if answer.status != 200:
             return response_of(answer)
-        return _done(fields, operation_id, applied, "active", answer)
+        return _done(fields, fields.operation_id, applied, "active", answer)
 
     async def operate(
         request: Request, service: ServiceOf, fields: RuntimeWake, asked: FleetRelease | FleetResume
