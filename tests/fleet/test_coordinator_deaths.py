@@ -15,13 +15,14 @@ import pytest
 
 from memsaver_core import MemsaverError
 from memsaver_core.contract.errors import IdempotencyKeyError
-from memsaver_server.fleet import FileRecord, Fleet, FleetResult, RecordContent, Selector
+from memsaver_server.fleet import FileRecord, Fleet, FleetResult, RecordContent, RecordError, Selector
 from memsaver_server.fleet.record import Known, MemoryRecord
 from memsaver_server.operation.history import KEPT_S, MAX_KEPT
 from tests.programs import Child
 from tests.waiting import wait_until
 
 from .conftest import LEASE_S, Sites
+from .served_fleet import served
 from .test_faults import check, is_there
 
 #: When it dies: at this request to this engine, which is lost, or is carried out but not answered.
@@ -237,6 +238,30 @@ def test_a_repeat_does_not_undo_what_was_asked_since(
     assert [(engine.name, engine.kind) for engine in again.failed] == [(name, "changed") for name in later or "abc"]
     assert asyncio.run(record.load()).wanted == before
     assert [site.is_serving for site in sites.values()] == [name in (later or "abc") for name in "abc"]
+
+
+def test_what_a_coordinator_that_runs_has_prepared_is_left_to_it(
+    coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path
+) -> None:
+    """A command with its record gave it up."""
+    path = tmp_path / "record.json"
+    with (
+        served([site.member for site in sites.values()], record=FileRecord(path), name="one") as http,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with sites["b"].engine.request():
+            releasing = pool.submit(http.post, "/release_memory_occupation", json={"timeout_s": 3600})
+            for name in "ac":
+                wait_until(lambda name=name: sites[name].http.get("/memory_occupation").json()["prepared"])
+            fleet = coordinate(record=FileRecord(path))
+            for call in (lambda: fleet.resume(Selector(names=("c",))), fleet.recover):
+                with pytest.raises(
+                    RecordError, match="has operations of memsaver-coordinator one, which runs: call that"
+                ):
+                    call()
+            assert [engine.state for engine in fleet.status().engines] == ["prepared", "releasing", "prepared"]
+        assert releasing.result().is_success, releasing.result().text
+    assert fleet.resume().success
 
 
 def test_an_undo_that_another_coordinator_had_begun_is_followed(coordinate: Callable[..., Fleet], sites: Sites) -> None:
