@@ -290,9 +290,8 @@ def paused(sites: Sites, request_: str, act: Callable[[], FleetResult]) -> Futur
     """Have a coordinator act, and stop at this request to b until the wire goes on, as if its host did not run."""
     arrived = threading.Event()
     sites["b"].wire.on(request_, "delay", times=1, then=arrived.set)
-    acting: Future[FleetResult] = Future()
-    threading.Thread(target=lambda: acting.set_result(act())).start()
-    arrived.wait()
+    acting = ThreadPoolExecutor(1).submit(act)
+    wait_until(lambda: arrived.is_set() or acting.done())
     return acting
 
 
