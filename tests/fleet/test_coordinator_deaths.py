@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -15,13 +15,14 @@ import pytest
 
 from memsaver_core import MemsaverError
 from memsaver_core.contract.errors import IdempotencyKeyError
-from memsaver_server.fleet import FileRecord, Fleet, FleetResult, RecordContent, Selector
+from memsaver_server.fleet import FileRecord, Fleet, FleetResult, RecordContent, RecordError, Selector
 from memsaver_server.fleet.record import Known, MemoryRecord
 from memsaver_server.operation.history import KEPT_S, MAX_KEPT
 from tests.programs import Child
 from tests.waiting import wait_until
 
 from .conftest import LEASE_S, Sites
+from .served_fleet import served
 from .test_faults import check, is_there
 
 #: When it dies: at this request to this engine, which is lost, or is carried out but not answered.
@@ -214,6 +215,55 @@ def test_a_repeat_joins_what_engines_do_for_a_dead_coordinator(coordinate: Calla
     assert all(site.is_released for site in sites.values())
 
 
+@pytest.mark.parametrize("later", [(), ("b",)])
+def test_a_repeat_does_not_undo_what_was_asked_since(
+    coordinate: Callable[..., Fleet], sites: Sites, later: tuple[str, ...]
+) -> None:
+    """The coordinator had died while it carried out the first in mode best_effort, and was asked for another then."""
+
+    class Begun(MemoryRecord):
+        async def save(self, content: RecordContent) -> None:
+            if all(known.outcome == "begun" for known in content.ids.values()):
+                await super().save(content)
+
+    dead, record = Begun(), MemoryRecord()
+    assert coordinate(record=dead).release(operation_id="one", mode="best_effort").success
+    asyncio.run(record.save(asyncio.run(dead.load())))
+    fleet = coordinate(record=record)
+    assert fleet.release(operation_id="one", mode="best_effort").success
+    asyncio.run(record.save(asyncio.run(dead.load())))
+    assert fleet.resume(Selector(names=later), operation_id="two").success
+    before = asyncio.run(record.load()).wanted
+    again = coordinate(record=record).release(operation_id="one", mode="best_effort")
+    assert [(engine.name, engine.kind) for engine in again.failed] == [(name, "changed") for name in later or "abc"]
+    assert asyncio.run(record.load()).wanted == before
+    assert [site.is_serving for site in sites.values()] == [name in (later or "abc") for name in "abc"]
+
+
+def test_what_a_coordinator_that_runs_has_prepared_is_left_to_it(
+    coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path
+) -> None:
+    """A command with its record gave it up."""
+    path = tmp_path / "record.json"
+    with (
+        served([site.member for site in sites.values()], record=FileRecord(path), name="one") as http,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with sites["b"].engine.request():
+            releasing = pool.submit(http.post, "/release_memory_occupation", json={"timeout_s": 3600})
+            for name in "ac":
+                wait_until(lambda name=name: sites[name].http.get("/memory_occupation").json()["prepared"])
+            fleet = coordinate(record=FileRecord(path))
+            for call in (lambda: fleet.resume(Selector(names=("c",))), fleet.recover):
+                with pytest.raises(
+                    RecordError, match="has operations of memsaver-coordinator one, which runs: call that"
+                ):
+                    call()
+            assert [engine.state for engine in fleet.status().engines] == ["prepared", "releasing", "prepared"]
+        assert releasing.result().is_success, releasing.result().text
+    assert fleet.resume().success
+
+
 def test_an_undo_that_another_coordinator_had_begun_is_followed(coordinate: Callable[..., Fleet], sites: Sites) -> None:
     """It was refused, as the other coordinator's caller had another patience."""
     record, memory = MemoryRecord(), sites["c"].engine.memory
@@ -234,3 +284,47 @@ def test_an_undo_that_another_coordinator_had_begun_is_followed(coordinate: Call
         first.result()  # all as before, or all but the engine on which the second's undo runs at its look
         assert [each.rolled_back for each in second.result()] == [True]
     assert all(site.is_serving for site in sites.values())
+
+
+def paused(sites: Sites, request_: str, act: Callable[[], FleetResult]) -> Future[FleetResult]:
+    """Have a coordinator act, and stop at this request to b until the wire goes on, as if its host did not run."""
+    arrived = threading.Event()
+    sites["b"].wire.on(request_, "delay", times=1, then=arrived.set)
+    acting = ThreadPoolExecutor(1).submit(act)
+    wait_until(lambda: arrived.is_set() or acting.done())
+    return acting
+
+
+def test_an_end_that_is_noted_late_does_not_undo_a_later_wish(coordinate: Callable[..., Fleet], sites: Sites) -> None:
+    """By a coordinator that did not run while another one ended its operation and was given the next."""
+    record = MemoryRecord()
+    late = coordinate(record=record, silence_s=3600)
+    acting = paused(sites, "/commit", lambda: late.release(operation_id="one"))
+    fleet = coordinate(record=record)
+    (ended,) = fleet.recover()
+    assert ended.success, ended.message
+    assert fleet.resume(Selector(names=("a",))).success
+    before = asyncio.run(record.load())
+    sites["b"].wire.go_on()
+    acting.result()
+    assert asyncio.run(record.load()) == before
+    assert not fleet.reconcile()
+    assert [site.is_serving for site in sites.values()] == [True, False, False]
+
+
+def test_an_end_that_is_noted_late_does_not_end_a_repeat(coordinate: Callable[..., Fleet], sites: Sites) -> None:
+    """Of the same id, which the other coordinator carries out."""
+    record = MemoryRecord()
+    late = coordinate(record=record, silence_s=3600)
+    acting = paused(sites, '"prepare":true', lambda: late.release(operation_id="one"))
+    sites["c"].engine.memory.hold("release")
+    repeating = paused(sites, "/commit", lambda: coordinate(record=record).release(operation_id="one"))
+    before = asyncio.run(record.load())
+    assert before.running["one"].stage == "committing"
+    late.cancel("one")
+    acting.result()
+    assert asyncio.run(record.load()) == before
+    sites["b"].wire.go_on()
+    sites["c"].engine.memory.heal()
+    assert repeating.result().success
+    assert asyncio.run(record.load()).wanted[-1].operation_id == "one"

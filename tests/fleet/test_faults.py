@@ -7,6 +7,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from memsaver_server.fleet import (
     Fleet,
     FleetResult,
     MemoryRecord,
+    RecordContent,
     RecordError,
     Selector,
     StaticMembership,
@@ -28,6 +30,7 @@ from memsaver_server.fleet import (
 from tests.waiting import wait_until
 
 from .conftest import Site, Sites
+from .moments import Moments
 
 #: The steps of an operation, by a part of the request that each engine gets in it.
 STEPS = {"asking": "GET /memory_occupation", "preparing": '"prepare":true', "committing": "/commit"}
@@ -232,3 +235,54 @@ def test_what_an_engine_kept_is_kept_by_an_undo(fleet: Fleet, sites: Sites) -> N
         site.http.post("/content_written", json={}).raise_for_status()
     assert (result.rolled_back, again.success) == (True, True), (result.message, again.message)
     assert [engine.lost for engine in result.engines] == [(), ("weights",), ()]
+
+
+def test_an_undo_does_not_need_the_record(coordinate: Callable[..., Fleet], sites: Sites) -> None:
+    """What is wanted cannot be read: what each engine had kept is kept all the same, and nothing is left half done."""
+
+    class Unreadable(Moments):
+        broken = False
+
+        async def load(self) -> RecordContent:
+            if self.broken:
+                raise RecordError("it is no JSON")
+            return await super().load()
+
+    record = Unreadable()
+    fleet = coordinate(record=record)
+    for site in sites.values():
+        site.engine.kv.fill_(7)
+    assert fleet.release(restore={"kv_cache": "host"}).success  # by itself it would come back as zeros
+    sites["b"].engine.memory.fail("resume", MemsaverError("no"))
+    record.at("committing", lambda: setattr(record, "broken", True))
+    result = fleet.resume()
+    assert result.rolled_back, result.message
+    assert all(site.is_released for site in sites.values())
+    record.broken = False
+    assert fleet.resume().success
+    assert [int(site.engine.kv.min()) for site in sites.values()] == [7, 7, 7]
+
+
+def test_what_another_has_undone_on_all_engines_is_not_wanted(coordinate: Callable[..., Fleet], sites: Sites) -> None:
+    """While one coordinator commits, all is moved back, as another one with its record does."""
+    record = Moments()
+    fleet = coordinate(record=record, silence_s=3600)
+    arrived = threading.Semaphore(0)
+
+    def delay_confirmation() -> None:
+        for site in sites.values():
+            site.wire.on("GET /memory_occupation", "delay", times=1, then=arrived.release)
+
+    record.at("committing", delay_confirmation)
+    with ThreadPoolExecutor(1) as pool:
+        releasing = pool.submit(fleet.release, operation_id="one")
+        for _ in sites:
+            arrived.acquire()
+        for site in sites.values():
+            site.http.post("/resume_memory_occupation").raise_for_status()
+            site.wire.go_on()
+        assert {engine.kind for engine in releasing.result().failed} == {"changed"}
+    content = asyncio.run(record.load())
+    assert (content.wanted, content.ids["one"].outcome) == ((), "failed")
+    assert not fleet.reconcile()
+    assert all(site.is_serving for site in sites.values())

@@ -111,10 +111,45 @@ def test_weights_that_a_caller_excluded_are_not_served(
     assert [(each.name, each.kind) for each in fleet.reconcile()] == [("b", ""), ("c", "wrong_weights_version")]
     assert [site.is_serving for site in sites.values()] == [True, True, False]
     assert [each.name for each in fleet.reconcile()] == ["c"]
-    sites["c"].http.post("/resume_memory_occupation").raise_for_status()  # to be updated
+    sites["c"].http.post("/resume_memory_occupation").raise_for_status()  # to be updated, or as it has started anew
+    for _ in range(2):
+        assert [(each.name, each.kind, each.state) for each in fleet.reconcile()] == [
+            ("c", "wrong_weights_version", "resident")
+        ]
+    assert [bool(engine.error) for engine in fleet.status().engines] == [False, False, True]
+    with sites["c"].attachment.lifecycle.writing(version="v2"):
+        pass
     assert not fleet.reconcile()
     wait_until(lambda: "engine c answers again" in caplog.messages)
-    assert sum(message.startswith("engine c: the resume demands") for message in caplog.messages) == 1
+    for why in ("the resume demands", "it serves no request: its weights are of version 'v1'"):
+        assert sum(message.startswith(f"engine c: {why}") for message in caplog.messages) == 1
+
+
+def test_a_request_wakes_weights_of_the_version_that_was_demanded(sites: Sites) -> None:
+    """By a resume of one tag or of all; a resume or a release of the weights without a version ends it."""
+    a = sites["a"]
+    with a.attachment.lifecycle.writing(version="v2"):
+        pass
+
+    def asked() -> int:
+        return http.post("/v1/completions", json={"model": "model of a"}).status_code
+
+    with served([a.member]) as http:
+        for tags in ([], ["kv_cache"]):
+            demand = {"weights_version": "v2", "tags": tags}
+            http.post("/resume_memory_occupation", json=demand).raise_for_status()
+            http.post("/release_memory_occupation", json={"wake_on_request": True}).raise_for_status()
+            assert asked() == 404  # by the engine, which has no such path
+            assert a.is_serving
+            assert http.get("/memory_occupation").json()["wanted"][-1]["options"] == {"weights_version": "v2"}
+            with a.attachment.lifecycle.writing(version="v3"):
+                pass
+            wait_until(lambda: asked() == 503)
+            http.post("/release_memory_occupation", json={"tags": ["weights"]}).raise_for_status()
+            http.post("/resume_memory_occupation", json={"tags": ["weights"]}).raise_for_status()
+            wait_until(lambda: asked() == 404)
+            with a.attachment.lifecycle.writing(version="v2"):
+                pass
 
 
 def test_the_last_wish_for_an_engine_and_a_tag_counts(fleet: Fleet, sites: Sites) -> None:

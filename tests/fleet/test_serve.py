@@ -80,6 +80,32 @@ def names(answer: httpx.Response) -> list[str]:
     return [engine["name"] for engine in answer.json()["engines"]]
 
 
+def test_requests_for_one_model_wake_one_engine(sites: Sites) -> None:
+    """On GPUs of their own, each look at the engines while one was being woken woke a further one."""
+    members = [Member(name, site.wire.url, model="m", gpus=(name,)) for name, site in sites.items()]
+
+    def asked(http: httpx.Client) -> httpx.Response:
+        return http.post("/v1/completions", json={"model": "m"})
+
+    with served(members) as http, ThreadPoolExecutor(2) as pool:
+        http.post("/release_memory_occupation", json={"wake_on_request": True}).raise_for_status()
+        for site in sites.values():
+            site.engine.memory.hold("resume")
+        first = pool.submit(asked, http)
+        resuming = 'memsaver_fleet_waiting_requests{model="m"} 1.0'
+        wait_until(lambda: resuming in http.get("/metrics").text)
+        wait_until(lambda: "resuming" in str(http.get("/memory_occupation").json()["engines"]))
+        second = pool.submit(asked, http)
+        wait_until(lambda: resuming.replace("1.0", "2.0") in http.get("/metrics").text)
+        http.get("/memory_occupation").raise_for_status()  # a look at all of them
+        for site in sites.values():
+            site.engine.memory.heal()
+        served_by = {each.result().headers["x-memsaver-engine"] for each in (first, second)}
+        assert len(served_by) == 1
+        assert [name for name, site in sites.items() if site.engine.resident()] == list(served_by)
+        assert 'memsaver_fleet_wakes_total{model="m"} 1.0' in http.get("/metrics").text
+
+
 # -- clients of the contract ------------------------------------------------------------------------------------------
 
 

@@ -365,6 +365,43 @@ def test_a_request_wakes_no_weights_that_a_caller_excluded(engines: tuple[Engine
         assert alpha.state() == "released"
 
 
+def test_weights_that_a_caller_excluded_serve_no_request(engines: tuple[Engine, Engine]) -> None:
+    """An engine of the excluded version got requests if it was resident, as one that has started anew is."""
+    _, beta = engines
+    begun = beta.seen("begun")
+    with turns(engines) as http:
+        version = {"model": "beta", "weights_version": "step-2", "fleet_mode": "best_effort"}
+        assert http.post("/resume_memory_occupation", json=version).status_code == 409
+        why = "its weights have no version, and a resume demanded 'step-2'"
+        refused = http.post("/v1/completions", json=asked("beta"))
+        assert (refused.status_code, why in refused.json()["message"]) == (503, True)
+        rows = http.get("/memory_occupation").json()["engines"]
+        assert {row["name"]: why in row["error"] for row in rows} == {"alpha": False, "beta": True}
+        assert (beta.state(), beta.seen("begun")) == ("resident", begun)
+        http.post("/resume_memory_occupation", json={"model": "beta"}).raise_for_status()
+        assert tokens(http, "beta")
+
+
+def test_a_sleep_until_asked_does_not_forget_what_a_caller_excluded(engines: tuple[Engine, Engine]) -> None:
+    """The next request woke the engine whatever its weights were."""
+    _, beta = engines
+    with turns(engines) as http:
+        version = {"model": "beta", "weights_version": "step-2", "fleet_mode": "best_effort"}
+        assert http.post("/resume_memory_occupation", json=version).status_code == 409
+        until_asked = {"model": "beta", "wake_on_request": True}
+        for _ in range(2):
+            http.post("/release_memory_occupation", json=until_asked).raise_for_status()
+            assert http.post("/v1/completions", json=asked("beta")).status_code == 503
+            assert beta.state() == "released"
+        http.post("/resume_memory_occupation", json={"model": "beta"}).raise_for_status()
+        sizes = set()
+        for _ in range(3):
+            http.post("/release_memory_occupation", json=until_asked).raise_for_status()
+            assert tokens(http, "beta")
+            sizes.add(len(http.get("/memory_occupation").json()["wanted"]))
+        assert len(sizes) == 1, "each sleep adds to the record"
+
+
 def test_a_paused_engine_gets_no_request_before_it_continues(engines: tuple[Engine, Engine]) -> None:
     _, beta = engines
     with turns(engines) as http, ThreadPoolExecutor(1) as pool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -261,21 +263,37 @@ def test_a_release_and_its_resume_keep_the_size(client: Client) -> None:
     assert outputs(client) == tokens
 
 
-def test_a_coordinator_limits_it_as_aibrix_asks(client: Client) -> None:
-    asked = {"model_name": "m", "limit_bytes": 13 * MIB, "operation_id": "limit-1"}
-    with served([Member("a", client.address, model="m")]) as fleet:
+def test_a_coordinator_limits_it_as_aibrix_asks(client: Client, tmp_path: Path) -> None:
+    path, asked = "/v1/runtime/models/kv-limit", {"model_name": "m", "limit_bytes": 13 * MIB, "operation_id": "límit-1"}
+    audit = tmp_path / "audit.log"
+    with served([Member("a", client.address, model="m")], audit_file=str(audit)) as fleet:
         for applied in (True, False):
-            answer = fleet.post("/v1/runtime/models/kv-limit", json=asked).json()
+            answer = fleet.post(path, json=asked).json()
             assert [engine["body"]["kv_cache"]["bytes"] for engine in answer.pop("engines")] == [4 * PAGE]
-            named = {"model_name": "m", "operation_id": "limit-1"}
+            named = {"model_name": "m", "operation_id": "límit-1"}
             assert answer == {"status": "success", **named, "applied": applied, "phase": "active"}
-        assert client.operations()[0].client.endswith(" memsaver-coordinator")
-        assert fleet.post("/v1/runtime/models/kv-limit", json={**asked, "limit_bytes": True}).status_code == 400
-        refused = fleet.post("/v1/runtime/models/kv-limit", json={**asked, "limit_bytes": 1})
+        operation = client.operations()[0]
+        assert operation.client.endswith(" memsaver-coordinator")
+        client.resize_kv_cache(fraction=1.0)
+        fleet.post(path, json=asked).raise_for_status()
+        assert client.kv_cache().bytes == PAGES * PAGE, "a repeat is the same operation"
+        other = fleet.post(path, json={**asked, "limit_bytes": 10 * MIB})
+        assert (other.status_code, "a different request" in other.json()["message"]) == (422, True)
+        assert fleet.post(path, json={**asked, "limit_bytes": True}).status_code == 400
+        del asked["operation_id"]
+        refused = fleet.post(path, json={**asked, "limit_bytes": 1})
         assert (refused.status_code, "a page takes 3.0 MiB" in refused.json()["message"]) == (400, True)
-        elsewhere = fleet.post("/v1/runtime/models/kv-limit", json={**asked, "model_name": "n"})
+        elsewhere = fleet.post(path, json={**asked, "model_name": "n"})
         assert elsewhere.status_code == 404
-    assert client.kv_cache().bytes == 4 * PAGE
+        counted = 'memsaver_fleet_operations_total{operation="resize",outcome="success"} 1.0'
+        assert counted in fleet.get("/metrics").text
+    lines = [json.loads(line) for line in audit.read_text().splitlines()]
+    assert [line["outcome"] for line in lines] == ["success", "idempotency_key_reused", "bad_request"]
+    assert (lines[0]["event"], lines[0]["operation_id"], lines[0]["origin"]) == ("resize", "límit-1", "caller")
+    assert lines[0]["client"].startswith("127.0.0.1 python-httpx")
+    assert lines[0]["engines"] == {"a": operation.operation_id}
+    assert lines[0]["released_bytes"] == (PAGES - 4) * PAGE
+    assert client.kv_cache().bytes == PAGES * PAGE
 
 
 def test_growing_without_enough_memory_changes_nothing(client: Client) -> None:

@@ -7,10 +7,12 @@ import platform
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from importlib import metadata
 from typing import Any
+from urllib.parse import quote
 
 from memsaver_core.contract import errors
 from memsaver_core.contract.requests import (
@@ -43,7 +45,7 @@ from memsaver_server.fleet.turns.turns import Turns
 from memsaver_server.fleet.turns.upstream import Upstreams
 from memsaver_server.log_output import relay
 from memsaver_server.metrics import CallerFigures
-from memsaver_server.operation.history import History
+from memsaver_server.operation.history import MAX_KEPT, History
 from memsaver_server.settings import Settings
 
 #: Who asks for the operations of the turns.
@@ -93,6 +95,7 @@ class FleetController:
         fleet.history = History(settings.history)
         fleet.around, fleet.on_ended = self._around, self._record
         self._kept: list[asyncio.Task[None]] = []
+        self._resizes: deque[str] = deque(maxlen=MAX_KEPT)  # operations of engines that were audited
 
     async def start(self) -> None:
         """Look at the engines, and keep them as they are wanted from now on."""
@@ -273,8 +276,8 @@ class FleetController:
     async def look(self, names: Sequence[str]) -> None:
         await self._observer.look(names)
 
-    async def move(self, verb: Verb, names: Sequence[str]) -> results.FleetResult:
-        asked = ASKED_OF_FLEET[verb](selector=Selector(names=tuple(names)), wait=True)
+    async def move(self, verb: Verb, names: Sequence[str], **options: Any) -> results.FleetResult:
+        asked = ASKED_OF_FLEET[verb](selector=Selector(names=tuple(names)), wait=True, **options)
         operation = self._start(asked.resolved(self._settings.drain_timeout_s), TURNS, None)
         try:
             return await operation.outcome()
@@ -347,11 +350,26 @@ class FleetController:
     async def kv_cache(self) -> Answer:
         raise errors.BadRequestError("a fleet has no KV cache; ask its engines")
 
-    async def limit_kv_cache(self, selected: Fields, limit_bytes: int) -> tuple[Answer, bool]:
-        """Resize the KV cache of each selected engine, each by itself; return whether one has changed, too."""
-        answer = await self._call(selected, "KV cache resized", "POST", "/kv_cache", {"bytes": limit_bytes})
-        bodies = [row["body"] for row in answer.body["engines"] if isinstance(row["body"], dict)]
-        return answer, any(body.get("released_bytes") or body.get("resumed_bytes") for body in bodies)
+    async def limit_kv_cache(
+        self, selected: Fields, limit_bytes: int, operation_id: str, client: str
+    ) -> tuple[Answer, bool]:
+        """Resize the KV cache of each selected engine, each by itself and once under an id; return whether one has
+        changed by this call, too. Unless it is a repeat, it is counted and audited, with the engines' operations."""
+        at, key = time.time(), quote(operation_id, safe=":")
+        answer = await self._call(selected, "KV cache resized", "POST", "/kv_cache", {"bytes": limit_bytes}, key=key)
+        bodies = {row["name"]: row["body"] if isinstance(row["body"], dict) else {} for row in answer.body["engines"]}
+        operations = {name: body.get("operation_id") for name, body in bodies.items()}
+        new = [body for name, body in bodies.items() if operations[name] not in self._resizes]
+        moved = {size: sum(body.get(size, 0) for body in new) for size in ("released_bytes", "resumed_bytes")}
+        if new:
+            self._resizes.extend(filter(None, operations.values()))
+            error = answer.body.get("error", {})
+            outcome = error.get("type", "success")
+            self._metrics.operations["resize", outcome] += 1
+            about = {"event": "resize", "operation_id": operation_id, "client": client, "tags": ["kv_cache"]}
+            ended = {"outcome": outcome, "error": error.get("message"), "created_at": at, "seconds": time.time() - at}
+            self._audit.write({**about, **ended, **moved, "origin": "caller", "engines": operations})
+        return answer, any(moved.values())
 
     async def flush(self, selected: Fields) -> Answer:
         return await self._call(selected, "Cache flushed", "POST", "/flush_cache")
@@ -378,11 +396,12 @@ class FleetController:
         path: str,
         body: dict[str, Any] | bytes | None = None,
         query: dict[str, Any] | None = None,
+        key: str = "",
     ) -> Answer:
         """Send the same call to every selected engine; return the answer that lists theirs, and says ``done`` if all
         succeed. Raises FleetUnknownError if the members cannot be read, NotFoundError if no engine is selected."""
         engines = self._engines_of(selected)
-        rows = await call_each(engines, self._upstreams, self._observer, method, path, body, query)
+        rows = await call_each(engines, self._upstreams, self._observer, method, path, body, query, key)
         await self._observer.look([row.name for row in rows])
         return answer_of(rows, done)
 

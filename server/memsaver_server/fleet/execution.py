@@ -56,7 +56,7 @@ class Execution:
         self._silence_s = silence_s
         self._report = partial(report, operation)
         self._wish = operation.wish
-        self._noted = False  # as running, in the record
+        self._noted = ""  # the key under which the record has it as running
 
     async def alone(self) -> None:
         """Carry it out on each engine by itself. Nothing was done if it raises RecordError."""
@@ -245,10 +245,12 @@ class Execution:
 
     async def _options_back(self, part: Part, tags: Collection[str]) -> dict[str, object]:
         """Return the options with which ``tags`` of an engine are moved back; to release them, those that are wanted of
-        this engine. Content that it has is kept. It may wait for the end of what is being undone."""
+        this engine. Content that it has is kept, also if the record does not say so. It may wait for the end of what is
+        being undone."""
         request = self._request
         if request.operation == "release":
             return {"wait": True, "wait_for_memory_s": self._timeout_s}
+        kept = {tag.tag for tag in part.before.tags if tag.backed_up_bytes} if part.before else set()
         wanted: tuple[Wanted, ...] = ()  # if the record cannot be read: what the regions' own policies say
         with suppress(RecordError):
             wanted = (await self._keeper.load()).wanted
@@ -257,11 +259,13 @@ class Execution:
         restore: dict[str, str] = {}
         for tag in part.after.tags if part.after else ():
             wish = wishes.get(tag.tag, wishes.get(None))
-            if tag.tag in tags and wish is not None and wish.state == "released":
-                options |= wish.options
-                policy = wish.options.get("restore", {}).get(tag.tag)
-                if policy and (keeps_all(policy) or tag.content == "lost"):
-                    restore[tag.tag] = policy
+            given = wish.options if tag.tag in tags and wish is not None and wish.state == "released" else {}
+            options |= given
+            policy = given.get("restore", {}).get(tag.tag, "")
+            if tag.tag in kept & set(tags) and not keeps_all(policy or tag.restore):
+                policy = "host"
+            if policy and (keeps_all(policy) or tag.content == "lost"):
+                restore[tag.tag] = policy
         return {"wait": True, "timeout_s": self._timeout_s, **options, "restore": restore}
 
     async def _confirm(self) -> None:
@@ -293,7 +297,7 @@ class Execution:
         digest = self._operation.digest
         running = Running(stage=stage, wanted=self._wish, key=self._key, digest=digest, engines=engines)
         await self._keeper.running(self._id, running)
-        self._noted = True
+        self._noted = self._key
 
     async def _end(self, *wishes: Wanted) -> None:
         is_done = self._operation.how in ("done", "each") and not _failed(self._parts)
@@ -301,7 +305,7 @@ class Execution:
         if self._operation.how == "aborted" and self._operation.given_up.is_set():
             outcome = "cancelled"
         try:
-            await self._keeper.ended(self._id, self._operation.known(outcome), *wishes, noted=self._noted)
+            await self._keeper.ended(self._id, self._operation.known(outcome), *wishes, prepared_by=self._noted)
         except RecordError:
             # The engines are the truth, and the keeper writes it later.
             logger.exception("fleet operation %s has ended, but could not be recorded", self._id)

@@ -35,7 +35,7 @@ from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.outcome import result_of
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.reconciler import Reconciler
-from memsaver_server.fleet.record import Keeper, MemoryRecord, Record, Running, Wanted
+from memsaver_server.fleet.record import Keeper, MemoryRecord, Record, RecordError, Running, Wanted
 from memsaver_server.fleet.results import (
     EngineResult,
     FleetError,
@@ -194,7 +194,12 @@ class AsyncFleet:
         """Begin to end operations of another coordinator; return them by id. They get their engines' locks first."""
         async with self._recovering:
             if self._left is None:
-                self._left = dict((await self._keeper.load()).running)
+                left = dict((await self._keeper.load()).running)
+                parts = await self.roster.parts(Selector()) if left and not self._coordinator.holds else []
+                if owners := {part.before.coordinator for part in parts if part.before is not None} - {""}:
+                    advice = "call that, or repeat this 30 s after its end"
+                    raise RecordError(f"the record has operations of {', '.join(owners)}, which runs: {advice}")
+                self._left = left
         for operation_id, running in self._left.items():
             if operation_id not in self._recoveries:  # else it goes on
                 asked = running.wanted.asked().resolved(DEFAULT_TIMEOUT_S)
@@ -328,8 +333,11 @@ class AsyncFleet:
 
     async def _execute(self, operation: FleetOperation) -> FleetResult:
         request, parts = operation.asked, operation.parts
-        known = (await self._keeper.load()).known(operation.id)
-        if known is not None and known.outcome in ("succeeded", "cancelled"):
+        record = await self._keeper.load()
+        known = record.known(operation.id)
+        members = [part.member for part in parts]
+        overtaken = known is not None and known.outcome == "begun" and record.is_overtaken(operation.id, members)
+        if known is not None and (known.outcome in ("succeeded", "cancelled") or overtaken):
             for part in parts:
                 part.after = part.before
             if known.outcome == "cancelled":

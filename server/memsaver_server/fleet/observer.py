@@ -84,7 +84,8 @@ class Observer:
 
     def failure(self, name: str) -> str:
         """Return why an engine does not answer; empty if it did when it was asked last."""
-        return next((each.error for each in self.status.engines if each.name == name), "it is no member any more")
+        seen = next((each for each in self.status.engines if each.name == name), None)
+        return "it is no member any more" if seen is None else "" if seen.alive else seen.error
 
     def silence(self) -> dict[str, float]:
         """Return for how many seconds engines have not answered, by name."""

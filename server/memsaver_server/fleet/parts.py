@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,7 +124,7 @@ class Part:
         """Return the tags whose content the operation has lost."""
         return tuple(tag.tag for tag in self.after.tags if tag.content == "lost") if self.after else ()
 
-    def status(self, wanted: Iterable[Wanted]) -> EngineStatus:
+    def status(self, wanted: Sequence[Wanted]) -> EngineStatus:
         return EngineStatus.of(self.member, self.before, self.failure, wanted)
 
     def result(self, *, undone: bool) -> EngineResult:

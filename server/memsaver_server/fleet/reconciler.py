@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from memsaver_core.contract.requests import Selector
-from memsaver_server.fleet.connection import Coordinator
+from memsaver_server.fleet.connection import Coordinator, EngineFailure
 from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import Member, MembershipError
 from memsaver_server.fleet.operation import FleetOperation
@@ -101,6 +101,9 @@ class Reconciler:
         self._busy.add(member.name)
         try:
             part = await self._roster.asked(member)
+            if part.failure is None and not _steps(part, wanted) and (excluded := part.status(wanted).error):
+                part.after = part.before
+                part.fail("reconciling", EngineFailure("wrong_weights_version", excluded))
             if part.failure is not None or self._has_rival(part) or not _steps(part, wanted):
                 self._report(part)  # else a step does, which may fail again
                 return [part.result(undone=False)] if part.failure is not None else []

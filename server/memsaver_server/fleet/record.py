@@ -117,6 +117,12 @@ class RecordContent(Model):
         known = self.ids.get(operation_id)
         return known if known is not None and known.at > time.time() - KEPT_S else None
 
+    def is_overtaken(self, operation_id: str, members: Iterable[Described]) -> bool:
+        """Return whether a later wish than that of an operation which has begun is about one of these members."""
+        ids = [wish.operation_id for wish in self.wanted]
+        later = self.wanted[ids.index(operation_id) + 1 :] if operation_id in ids else self.wanted
+        return any(wish.selector.matches(member) for member in members for wish in later)
+
     def first(self, operation_id: str, digest: str) -> str:
         """Describe the other request that an id stands for; empty if it stands for that of ``digest``, or for none."""
         known, running = self.known(operation_id), self.running.get(operation_id)
@@ -215,8 +221,8 @@ class FileRecord:
 
 
 def _covers(new: Wanted, old: Wanted) -> bool:
-    """Return whether ``new`` leaves nothing of ``old``."""
-    selected = new.selector in (Selector(), old.selector)
+    """Return whether ``new`` leaves nothing of ``old``. What is released until asked leaves the version demanded."""
+    selected = new.selector in (Selector(), old.selector) and (old.until_asked or not new.until_asked)
     return selected and (new.tags is None or (old.tags is not None and set(old.tags) <= set(new.tags)))
 
 
@@ -227,6 +233,18 @@ def wishes_for(member: Described, wanted: Iterable[Wanted]) -> dict[str | None, 
         if wish.selector.matches(member):
             found = {None: wish} if wish.tags is None else {**found, **dict.fromkeys(wish.tags, wish)}
     return found
+
+
+def version_for(member: Described, wanted: Iterable[Wanted]) -> str | None:
+    """Return the version that the weights of an engine must have to serve: of the last resume that names one, unless
+    the weights were resumed or released without one since."""
+    version = None
+    for wish in wanted:
+        named = wish.options.get("weights_version")
+        decides = named or wish.tags is None or "weights" in wish.tags
+        if decides and not wish.until_asked and wish.selector.matches(member):
+            version = named
+    return version
 
 
 _Change = Callable[[RecordContent], RecordContent]
@@ -259,12 +277,13 @@ class Keeper:
         """Note what an operation that begins is to leave. Unlike an end, nothing of it counts if it is not written."""
         await self._change(lambda old: old.noting(operation_id, known, wish))
 
-    async def ended(self, operation_id: str, known: Known, *wishes: Wanted, noted: bool = False) -> None:
-        """Note that an operation has ended, what its id stands for, and what is wanted from now on. One that was
-        ``noted`` as running, and that another coordinator has ended since, changes nothing."""
+    async def ended(self, operation_id: str, known: Known, *wishes: Wanted, prepared_by: str = "") -> None:
+        """Note that an operation has ended, what its id stands for, and what is wanted from now on. One that was noted
+        as running, ``prepared_by`` this key, and that another coordinator has ended since, changes nothing."""
 
         def change(content: RecordContent) -> RecordContent:
-            if noted and operation_id not in content.running:
+            running = content.running.get(operation_id)
+            if prepared_by and (running is None or running.key != prepared_by):
                 return content
             return content.noting(operation_id, known, *wishes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any, Literal
 
 from pydantic import Field
@@ -13,7 +13,7 @@ from memsaver_core.contract.requests import FleetMode, Selector
 from memsaver_core.contract.status import EngineRow as EngineRow
 from memsaver_core.contract.status import FleetOccupation, MemberRow, OccupationAnswer
 from memsaver_server.fleet.members import Member
-from memsaver_server.fleet.record import Wanted, wishes_for
+from memsaver_server.fleet.record import Wanted, version_for, wishes_for
 
 #: Who began an operation: a caller, the models that take turns, or the reconciler.
 Origin = Literal["caller", "turns", "reconciler"]
@@ -98,7 +98,8 @@ class FleetOperationsAnswer(Model):
 
 
 class EngineStatus(MemberRow):
-    """One engine now. ``occupation`` is null if it does not answer; ``error`` says why."""
+    """One engine now. ``occupation`` is null if it does not answer; ``error`` says why, or why it serves no request
+    although it answers: its weights are not of the version that a resume demanded."""
 
     state: str = Field(description="As in EngineResult.")
     wanted: Literal["released", "resident", "mixed", ""] = Field(description="What the record wants; empty: nothing.")
@@ -107,8 +108,12 @@ class EngineStatus(MemberRow):
 
     @classmethod
     def of(
-        cls, member: Member, occupation: OccupationAnswer | None, error: object, wanted: Iterable[Wanted] = ()
+        cls, member: Member, occupation: OccupationAnswer | None, error: object, wanted: Sequence[Wanted] = ()
     ) -> EngineStatus:
+        demanded = version_for(member, wanted)
+        if occupation is not None and demanded not in (None, occupation.weights_version):
+            held = f"are of version {occupation.weights_version!r}" if occupation.weights_version else "have no version"
+            error = f"it serves no request: its weights {held}, and a resume demanded {demanded!r}; update or resume it"
         return cls(
             **{name: getattr(member, name) for name in MemberRow.model_fields if name != "alive"},
             alive=occupation is not None,

@@ -15,6 +15,7 @@ from memsaver_core.contract.requests import Bytes, Fields, FleetRelease, FleetRe
 from memsaver_server.controller import Answer, Models
 from memsaver_server.fleet.controller import FleetController
 from memsaver_server.fleet.results import CallRow, EngineResult
+from memsaver_server.http.auth import caller
 from memsaver_server.http.requests import failures, fields_of, guard, takes
 from memsaver_server.http.service import ServiceOf, controller_of, response_of
 from memsaver_server.http.unknown_fields import NamesIgnored
@@ -71,9 +72,10 @@ def router(models: Models) -> APIRouter:
         return await operate(request, service, fields, FleetResume(**_named(fields)))
 
     @routes.post("/v1/runtime/models/kv-limit", openapi_extra=takes(RuntimeLimit))
-    async def kv_limit(controller: FleetControllerOf, fields: Any = by_limit) -> JSONResponse:
+    async def kv_limit(request: Request, controller: FleetControllerOf, fields: Any = by_limit) -> JSONResponse:
         """Make the KV cache of a model's engines smaller or larger while they serve, of each by itself."""
-        answer, applied = await controller.limit_kv_cache(Selected(model=fields.model_name), fields.limit_bytes)
+        asked = Selected(model=fields.model_name), fields.limit_bytes, fields.operation_id
+        answer, applied = await controller.limit_kv_cache(*asked, client=caller(request))
         if answer.status != 200:
             return response_of(answer)
         return _done(fields, fields.operation_id, applied, "active", answer)

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from memsaver_server import clock
-from memsaver_server.fleet.record import Wanted, wishes_for
+from memsaver_server.fleet.record import Wanted, version_for, wishes_for
 from memsaver_server.fleet.results import EngineStatus
 
 #: ``awake``: it accepts requests; ``asleep``: released, a request may wake it; ``kept``: released by a caller, who will
-#: resume it; ``closed``: it accepts none for another reason, e.g. paused; ``dead``: no answer, or failed.
+#: resume it, or with weights of another version than a caller demanded; ``closed``: it accepts none for another reason,
+#: e.g. paused; ``dead``: no answer, or failed.
 SlotState = Literal["awake", "asleep", "kept", "closed", "dead"]
 
 
@@ -26,9 +27,11 @@ class Slot:
         self.reason = "it has not been asked yet"
         self.resident_bytes = 0
         self.released_bytes = 0
+        self.weights_version: str | None = None  # that a resume for a request demands
         self.free: dict[str, int] = {}  # bytes of each GPU, by UUID
         self.in_flight = 0
         self.moving = 0  # how many operations move its memory, or are about to; it takes no request meanwhile
+        self.waking = False  # one of these operations wakes it for requests
         self.yielding = False  # it makes room: it takes no new request, and is released once those in flight have ended
         self.extra = 0  # more engines must make room for it than its size demands; grows if it cannot be resumed
         self.not_before = 0.0  # when to try again after a failure, on the monotonic clock
@@ -49,6 +52,7 @@ class Slot:
 
     def update(self, status: EngineStatus, wanted: Sequence[Wanted]) -> None:
         self.url, self.model, self.gpus = status.url, status.model, status.gpus
+        self.weights_version = version_for(status, wanted)
         now = status.occupation
         self.free = {}
         if now is not None:
@@ -99,17 +103,12 @@ def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SlotState
         return "dead", now.admission.reason or "it has failed"
     if now.operation_id is not None:
         return "closed", f"operation {now.operation_id} is in progress"
+    if status.error:
+        return "kept", status.error
     if now.admission.open:
         return "awake", ""
     if not (now.hibernated or any(tag.released_bytes for tag in now.tags)):
         return "closed", now.admission.reason
-    if _is_kept(status, wanted):
+    if any(wish.state == "released" and not wish.until_asked for wish in wishes_for(status, wanted).values()):
         return "kept", "a caller has released it, and has to resume it"
     return "asleep", now.admission.reason
-
-
-def _is_kept(status: EngineStatus, wanted: Sequence[Wanted]) -> bool:
-    """Return whether a caller wants it released, not only until the next request, or resident with other weights."""
-    wishes = wishes_for(status, wanted).values()
-    released = any(wish.state == "released" and not wish.until_asked for wish in wishes)
-    return released or any("weights_version" in wish.options for wish in wishes)

@@ -37,7 +37,7 @@ RETRY_S = 1.0
 class Mover(Protocol):
     """Moves the memory of engines, and looks what became of it."""
 
-    async def move(self, verb: Verb, names: Sequence[str]) -> FleetResult: ...
+    async def move(self, verb: Verb, names: Sequence[str], **options: Any) -> FleetResult: ...
 
     async def look(self, names: Sequence[str]) -> None:
         """Have ``Turns.update`` called with a status in which these engines were asked after this call."""
@@ -214,6 +214,8 @@ class Turns:
         if ready:
             line.serve(min(ready, key=lambda slot: slot.in_flight))
             return
+        if any(slot.waking for slot in slots):  # one is enough
+            return
         asleep = [slot for slot in slots if slot.state == "asleep" and not slot.moving]
         if not asleep:
             if all(slot.state in ("dead", "kept") and not slot.moving for slot in slots):
@@ -288,6 +290,7 @@ class Turns:
         slots = [*making_room, *([slot] if slot else [])]
         for each in slots:
             each.moving += 1
+            each.waking = each is slot
         self._keep(self._move(slot, making_room, slots))
 
     async def _move(self, slot: Slot | None, making_room: list[Slot], slots: list[Slot]) -> None:
@@ -310,6 +313,7 @@ class Turns:
             await self._mover.look([each.name for each in slots])
             for each in slots:
                 each.moving -= 1
+                each.waking = False
             self._schedule()
 
     async def _release(self, making_room: list[Slot]) -> None:
@@ -318,7 +322,8 @@ class Turns:
             raise NoTurnError(f"no room was made: {result.message}")
 
     async def _resume(self, slot: Slot) -> None:
-        result = await self._mover.move("resume", [slot.name])
+        demands = {"weights_version": slot.weights_version} if slot.weights_version else {}
+        result = await self._mover.move("resume", [slot.name], **demands)
         if result.success:
             slot.woken()
             self.wakes[slot.model] = self.wakes.get(slot.model, 0) + 1
