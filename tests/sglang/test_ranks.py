@@ -23,6 +23,7 @@ def served(start: Start) -> Server:
     """With a library that has NCCL's functions in the place of the one that a CPU build of torch lacks."""
     return start(
         *("--tp", "2", "--enable-weights-cpu-backup"),
+        MEMSAVER_KV_CACHE_PIECE="64KiB",
         SGLANG_CPU_OMP_THREADS_BIND=CORES,
         LD_PRELOAD=str(nccl.library()),
     )
@@ -51,6 +52,22 @@ def test_kept_requests_go_on(server: Server) -> None:
     server.service("/release_memory_occupation", {"mode": "keep"})
     server.service("/resume_memory_occupation")
     assert running.result(ANSWER_S) == expected
+
+
+def test_the_caches_of_both_get_smaller_and_larger(server: Server) -> None:
+    expected = [server.generate(600, prompt) for prompt in prompts(2)]
+    whole = server.get("/kv_cache").json()
+    running = server.in_background(2, 600)
+    half = server.service("/kv_cache", {"fraction": 0.5, "mode": "preempt"})["kv_cache"]
+    assert half["bytes"] == pytest.approx(whole["bytes"] / 2, rel=0.01)
+    assert [each.result(ANSWER_S) for each in running] == expected
+    [tag] = [each for each in server.get("/memory_occupation").json()["tags"] if each["tag"] == "kv_cache"]
+    assert tag["shrunk_bytes"] == pytest.approx(whole["bytes"], rel=0.05)  # half of each rank's
+    server.check_cycles(server.generate)
+    assert [server.generate(600, prompt) for prompt in prompts(2)] == expected
+    server.service("/kv_cache", {"fraction": 1})
+    assert [server.generate(600, prompt) for prompt in prompts(2)] == expected
+    assert server.get("/kv_cache").json() == whole
 
 
 def test_updates_of_discarded_weights(server: Server) -> None:
