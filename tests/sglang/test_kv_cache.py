@@ -69,7 +69,7 @@ def test_half_of_it_goes_and_comes_back(server: Server) -> None:
         half = server.service("/kv_cache", {"fraction": 0.5})["kv_cache"]
         assert half["tokens"] == SIZE // 2
         assert size_of_sglang(server) == SIZE // 2 - 1
-        assert shrunk(server) == pytest.approx(whole["bytes"] / 2, rel=0.05)
+        assert shrunk(server) == pytest.approx(whole["bytes"] / 2, rel=0.1)
         assert [server.generate(100, prompt) for prompt in prompts(4)] == expected
         server.service("/kv_cache", {"fraction": 1})
         assert cache(server) == whole

@@ -45,7 +45,7 @@ class PageLimit:
         self._size = int(own.max_total_num_tokens)
         self._total = int(allocator.size) // self._page_tokens + 1
         self._limit = self._kept = self._total
-        self._held: torch.Tensor = allocator.free_pages[:0].clone()
+        self._held: torch.Tensor = allocator.free_pages[:0]
         cache = importlib.import_module("sglang.srt.mem_cache.base_prefix_cache")
         self._evict_params = cache.EvictParams
         sizing = importlib.import_module("sglang.srt.mem_cache.allocation_sizing")
@@ -55,6 +55,7 @@ class PageLimit:
         wrap(allocator, "clear", self._clear)
 
     def read(self) -> dict[str, int]:
+        """See ``LimitedPages``. Calls no device unless requests run: it may be hibernated."""
         used = self._used()
         return {
             "total": self._total,
@@ -62,7 +63,7 @@ class PageLimit:
             "used": len(used),
             "least": self._least,
             "needed": int(used[-1]) + 1 if len(used) else 1,
-            "page_bytes": sum(part.nbytes for part in self._behind(0)) // self._total,
+            "page_bytes": sum(each.nbytes for each in self._buffers) // self._total,
             "page_tokens": self._page_tokens,
         }
 
@@ -118,7 +119,7 @@ class PageLimit:
         for rows in table.split(64):
             # CUDA graphs read what rows that nobody uses lead to, and kernels what is behind the end of a request.
             rows.masked_fill_(rows >= pages * self._page_tokens, 0)
-        ms.resize(KV_CACHE, unused=self._behind(pages))
+        ms.resize(KV_CACHE, unused=[part for each in self._buffers for part in behind(each, pages, self._total)])
 
     def _clear(self, clear: Function) -> None:
         clear()
@@ -138,8 +139,9 @@ class PageLimit:
         for each in (own, *(getattr(own, name) for name in OBSERVERS)):
             object.__setattr__(each, "max_total_num_tokens", size)  # some are frozen
         if (gauges := getattr(own, "metrics_collector", None)) is not None:
-            gauges.max_total_num_tokens.labels(**gauges.labels).set(size)
-            gauges.num_pages.labels(**gauges.labels).set(size // self._page_tokens)
+            for name, value in (("max_total_num_tokens", size), ("num_pages", size // self._page_tokens)):
+                if (gauge := getattr(gauges, name, None)) is not None:
+                    gauge.labels(**gauges.labels).set(value)
 
     def _used(self) -> torch.Tensor:
         """Return the pages that requests in flight use, in order."""
@@ -154,10 +156,6 @@ class PageLimit:
             row = getattr(request.kv, "req_pool_idx", getattr(request, "req_pool_idx", None))
             if request.kv is not None and row is not None:
                 yield request, table[row, : request.kv.kv_allocated_len]
-
-    def _behind(self, pages: int) -> list[torch.Tensor]:
-        """Return the memory behind page ``pages`` in all layers, those of a draft model included: it has the same."""
-        return [part for each in self._buffers for part in behind(each, pages, self._total)]
 
 
 def buffers(pool: Any) -> list[torch.Tensor]:
