@@ -125,7 +125,7 @@ class SglangScheduler(base.Scheduler):
 
         def process(requests: list[Any]) -> Any:
             if self._limit is not None:
-                self._limit.hold()
+                self._limit.before_step()
             return process_own(requests)
 
         own.request_receiver = SimpleNamespace(recv_requests=loop.beginning(own.request_receiver.recv_requests))

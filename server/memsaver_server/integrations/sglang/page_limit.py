@@ -44,8 +44,9 @@ class PageLimit:
         self._page_tokens = int(allocator.page_size)
         self._size = int(own.max_total_num_tokens)
         self._total = int(allocator.size) // self._page_tokens + 1
-        self._limit = self._kept = self._total
+        self._limit = self._kept = self._backed = self._total
         self._held: torch.Tensor = allocator.free_pages[:0]
+        self._stale = False  # whether the table may lead behind the memory
         cache = importlib.import_module("sglang.srt.mem_cache.base_prefix_cache")
         self._evict_params = cache.EvictParams
         sizing = importlib.import_module("sglang.srt.mem_cache.allocation_sizing")
@@ -98,9 +99,19 @@ class PageLimit:
                 self._own.continue_generation(messages.ContinueGenerationReqInput())
             self.hold()
 
+    def before_step(self) -> None:
+        """Hold what became free, as SGLang frees pages in many places. Have the table lead to no page that has gone:
+        CUDA graphs read what rows that nobody uses lead to, and kernels what is behind the end of a request."""
+        self.hold()
+        if self._stale and ms.status().state == "resident":  # the table is in the cache's region
+            with torch.inference_mode():
+                for rows in self._own.req_to_token_pool.req_to_token.split(64):
+                    rows.masked_fill_(rows >= self._backed * self._page_tokens, 0)
+            self._stale = False
+
     def hold(self) -> None:
-        """Hold the free pages behind the limit. Before each iteration, as SGLang frees pages in many places. Prefixes
-        are forgotten, the oldest first, until only requests use such pages."""
+        """Hold the free pages behind the limit. Prefixes are forgotten, the oldest first, until only requests use such
+        pages."""
         if not self.waiting():
             return
         self._hold_free()
@@ -110,15 +121,9 @@ class PageLimit:
                 break
             self._hold_free()
 
-    @torch.inference_mode()
     def back(self, pages: int) -> None:
         """Back only the first ``pages`` pages with memory; no other is in use. Raises as ``memsaver_core.resize``."""
-        table = self._own.req_to_token_pool.req_to_token
-        if table.is_cuda:
-            torch.cuda.synchronize(table.device)  # no step writes to the table meanwhile
-        for rows in table.split(64):
-            # CUDA graphs read what rows that nobody uses lead to, and kernels what is behind the end of a request.
-            rows.masked_fill_(rows >= pages * self._page_tokens, 0)
+        self._backed, self._stale = pages, True
         ms.resize(KV_CACHE, unused=[part for each in self._buffers for part in behind(each, pages, self._total)])
 
     def _clear(self, clear: Function) -> None:
