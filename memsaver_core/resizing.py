@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -11,6 +12,9 @@ from memsaver_core.contract.errors import ConfigurationError, UnsupportedError
 from memsaver_core.contract.reports import ResizeReport
 from memsaver_core.release_resume import check_tags, status, with_room
 from memsaver_core.storages import is_plain
+
+#: The tag of the memory that engines resize.
+KV_CACHE = "kv_cache"
 
 
 def resize(
@@ -75,3 +79,29 @@ def _ranges(saver: _native.Saver, tensors: list[torch.Tensor]) -> list[tuple[int
             end = max(end, ends.get(storage.data_ptr(), end))
         ranges.append((begin, end - begin))
     return [each for each in ranges if each[1] > 0]
+
+
+def piece_bytes(tag: str) -> int:
+    """Return the ``chunk_bytes`` of a region of ``tag`` that an engine makes: the KV cache may come in pieces."""
+    return process.core_settings().kv_cache_piece if tag == KV_CACHE else 0
+
+
+def behind(view: torch.Tensor, pages: int, total: int) -> Iterator[torch.Tensor]:
+    """Yield, as bytes, what is behind page ``pages`` of the ``total`` ones of a layer's KV cache. Its dimensions may be
+    in any order in memory: keys and values apart, or pages of all layers together. Raises UnsupportedError."""
+    dimensions = [dimension for dimension, size in enumerate(view.shape) if size % total == 0]
+    if view.dim() < 2 or len(dimensions) != 1:
+        raise UnsupportedError(f"which dimension of a KV cache of shape {tuple(view.shape)} counts its {total} pages?")
+    [dimension] = dimensions
+    per_page = view.shape[dimension] // total  # tokens, or the smaller pages of attention kernels
+    tail = view.narrow(dimension, pages * per_page, (total - pages) * per_page)
+    if tail.numel() == 0:
+        return
+    stride = tail.stride(dimension)
+    sizes = list(zip(tail.shape, tail.stride(), strict=True))
+    length = 1 + sum((size - 1) * step for size, step in sizes if step <= stride)
+    apart = [range(0, size * step, step) for size, step in sizes if step > stride and size > 1]
+    whole = torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
+    for offsets in itertools.product(*apart):
+        begin = tail.storage_offset() + sum(offsets)
+        yield whole[begin * view.itemsize : (begin + length) * view.itemsize]

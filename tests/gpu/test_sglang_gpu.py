@@ -166,6 +166,86 @@ def test_speculation(start: Start, tmp_path: Path, algorithm: str) -> None:
         assert server.answers() == expected
 
 
+#: A cache of 64 MiB a tensor, 131,072 tokens, in small pieces.
+ELASTIC = ("--max-total-tokens", str(131_072), "--enable-metrics")
+PIECES = {"MEMSAVER_KV_CACHE_PIECE": "2MiB", **RELEASED}
+
+
+def cache(server: GpuServer) -> dict[str, Any]:
+    answer: dict[str, Any] = server.get("/kv_cache").raise_for_status().json()
+    return answer
+
+
+def used(server: GpuServer) -> int:
+    """By the device's own count."""
+    return sum(each["used_bytes"] for each in server.get("/memory_occupation").json()["devices"])
+
+
+def fill(server: GpuServer) -> None:
+    """Have prefixes in more than half of the cache, so that requests that begin now are behind."""
+    server.own("/flush_cache")
+    for number in range(18):
+        server.generate(1, [10 + number, *((7919 * (place + 3)) % 1000 + 10 for place in range(3900))])
+
+
+def check_sizes(server: GpuServer, answers: Callable[[], Any]) -> None:
+    """Of the cache; ``answers()`` are the same at each, and requests end whatever happens to their pages."""
+    expected, whole = answers(), cache(server)
+    for _ in range(3):
+        before = used(server)
+        half = server.service("/kv_cache", {"fraction": 0.5})["kv_cache"]
+        assert half["bytes"] == pytest.approx(whole["bytes"] / 2, rel=0.01)
+        assert before - used(server) >= whole["bytes"] * 0.45
+        assert answers() == expected
+        server.service("/kv_cache", {"fraction": 1})
+        assert abs(before - used(server)) <= 16 << 20
+        assert answers() == expected
+    for requests in (2, 24):  # in graphs, and in none
+        fill(server)
+        running = server.in_background(requests, 400)
+        assert cache(server)["smallest_bytes"] > whole["bytes"] / 2
+        server.service("/kv_cache", {"fraction": 0.5, "timeout_s": 120})
+        assert all(len(each.result(120)) == 400 for each in running)
+        server.service("/kv_cache", {"fraction": 1})
+        fill(server)
+        running = server.in_background(requests, 1500)
+        for fraction in (0.3, 0.9, 0.2, 1.0, 0.25):
+            server.service("/kv_cache", {"fraction": fraction, "mode": "preempt", "timeout_s": 0})
+        assert all(len(each.result(180)) == 1500 for each in running)
+        fill(server)  # after a flush, and what does not fit
+        assert answers() == expected
+        server.service("/kv_cache", {"fraction": 1})
+    assert cache(server) == whole
+    server.service("/kv_cache", {"fraction": 0.5})
+    check(server, answers)
+    assert cache(server)["bytes"] == pytest.approx(whole["bytes"] / 2, rel=0.01)
+    server.service("/kv_cache", {"fraction": 1})
+    assert answers() == expected
+
+
+@pytest.mark.parametrize("arguments", [(), ("--page-size", "16"), ("--kv-cache-dtype", "fp8_e5m2")])
+def test_a_cache_of_any_size(start: Start, arguments: tuple[str, ...]) -> None:
+    """With graphs of both kinds."""
+    server = start(*ELASTIC, *arguments, **PIECES)
+    check_sizes(server, server.answers)
+
+
+def test_a_draft_model_with_a_cache_of_any_size(start: Start, tmp_path: Path) -> None:
+    """It has the same pages: half of its cache goes, too."""
+    draft = checkpoint.write(tmp_path / "draft", config=EAGLE)
+    arguments = ("--speculative-algorithm", "EAGLE", *SPECULATION, "--speculative-draft-model-path", str(draft))
+    server = start(*ELASTIC, *arguments, *NO_PREFILL_GRAPHS, **PIECES)
+    page_bytes = 3 * 2 * 2 * 128 * 2  # of three layers, keys and values, two heads of 128 numbers, bfloat16
+    assert cache(server)["page_bytes"] == page_bytes * cache(server)["page_tokens"]
+    check_sizes(server, server.answers)
+
+
+@two_devices
+def test_two_ranks_with_a_cache_of_any_size(start: Start) -> None:
+    server = start("--tp", "2", "--disable-custom-all-reduce", *ELASTIC, *NO_PREFILL_GRAPHS, **PIECES)
+    check_sizes(server, server.answers)
+
+
 def test_experts(start: Start) -> None:
     check(start(*NO_PREFILL_GRAPHS, config=EXPERTS, **RELEASED))
 

@@ -300,7 +300,7 @@ def test_a_release_over_frozen_requests_of_a_small_cache(elastic: httpx.Client) 
 def test_a_cache_too_small_for_the_longest_request_is_refused(elastic: httpx.Client) -> None:
     refused = elastic.post("/kv_cache", json={"tokens": 512})
     assert refused.status_code == 400
-    assert "a request of max_model_len needs" in refused.text
+    assert "the longest request needs" in refused.text
     smallest = cache(elastic)["smallest_bytes"]
     assert post(elastic, "/kv_cache", bytes=smallest)["kv_cache"]["bytes"] == smallest
     body = {"model": "m", "prompt": list(range(100, 1100)), "max_tokens": 1000, "temperature": 0, "ignore_eos": True}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from memsaver_server.integrations.sglang import engine, plugin
+from memsaver_server.integrations.sglang import engine, page_limit, plugin
 
 from .server import source
 
@@ -36,6 +36,25 @@ def test_names_of_prefill_graphs() -> None:
     for text in ("enable_memory_saver: bool = False", "self._device_module = ", "if self._pool is None:"):
         assert text in graphs
     assert "def get_or_create_global_graph_memory_pool(device_module" in source("model_executor/runner_utils/pool.py")
+
+
+def test_names_of_the_kv_cache() -> None:
+    scheduler = source("managers/scheduler.py")
+    for name in page_limit.OBSERVERS:
+        assert f"self.{name} = " in scheduler
+        assert "    max_total_num_tokens: int\n" in source(f"managers/scheduler_components/{name}.py")
+    for name in ("continue_generation", "pause_generation"):
+        assert f"def {name}(self, recv_req: " in scheduler
+    assert "            self.max_req_len," in scheduler
+    allocators = [source(f"mem_cache/allocator/{each}.py") for each in ("base", "token", "paged")]
+    for name in page_limit.ALLOCATORS:
+        assert any(f"class {name}(" in each for each in allocators)
+    assert "num_tokens: int = 0" in source("mem_cache/base_prefix_cache.py")
+    assert "def get_alloc_reserve_per_decode(" in source("mem_cache/allocation_sizing.py")
+    pools = source("mem_cache/memory_pool.py")
+    assert all(f"self.{name} = " in pools for name in page_limit.BUFFERS)
+    metrics = source("observability/metrics_collector.py")
+    assert all(f"self.{name} = Gauge(" in metrics for name in ("max_total_num_tokens", "num_pages"))
 
 
 def test_names_of_draft_models() -> None:

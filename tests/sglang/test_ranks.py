@@ -23,6 +23,7 @@ def served(start: Start) -> Server:
     """With a library that has NCCL's functions in the place of the one that a CPU build of torch lacks."""
     return start(
         *("--tp", "2", "--enable-weights-cpu-backup"),
+        MEMSAVER_KV_CACHE_PIECE="64KiB",
         SGLANG_CPU_OMP_THREADS_BIND=CORES,
         LD_PRELOAD=str(nccl.library()),
     )
@@ -51,6 +52,22 @@ def test_kept_requests_go_on(server: Server) -> None:
     server.service("/release_memory_occupation", {"mode": "keep"})
     server.service("/resume_memory_occupation")
     assert running.result(ANSWER_S) == expected
+
+
+def test_the_caches_of_both_get_smaller_and_larger(server: Server) -> None:
+    expected = [server.generate(600, prompt) for prompt in prompts(2)]
+    whole = server.get("/kv_cache").json()
+    running = server.in_background(2, 600)
+    half = server.service("/kv_cache", {"fraction": 0.5, "mode": "preempt"})["kv_cache"]
+    assert half["bytes"] == pytest.approx(whole["bytes"] / 2, rel=0.01)
+    assert [each.result(ANSWER_S) for each in running] == expected
+    [tag] = [each for each in server.get("/memory_occupation").json()["tags"] if each["tag"] == "kv_cache"]
+    assert tag["shrunk_bytes"] == pytest.approx(whole["bytes"], rel=0.1)  # half of each rank's
+    server.check_cycles(server.generate)
+    assert [server.generate(600, prompt) for prompt in prompts(2)] == expected
+    server.service("/kv_cache", {"fraction": 1})
+    assert [server.generate(600, prompt) for prompt in prompts(2)] == expected
+    assert server.get("/kv_cache").json() == whole
 
 
 def test_updates_of_discarded_weights(server: Server) -> None:
@@ -93,7 +110,11 @@ def test_the_death_of_one_ends_the_server(served: Server) -> None:
 def test_pipelines(start: Start) -> None:
     """Four ranks: two stages of two."""
     cores = f"{CORES}|{CORES}" if binds_all_ranks() else CORES
-    server = start("--tp", "2", "--pp-size", "2", "--enable-weights-cpu-backup", SGLANG_CPU_OMP_THREADS_BIND=cores)
+    server = start(
+        *("--tp", "2", "--pp-size", "2", "--enable-weights-cpu-backup"),
+        MEMSAVER_KV_CACHE_PIECE="64KiB",
+        SGLANG_CPU_OMP_THREADS_BIND=cores,
+    )
     server.check_cycles(server.generate)
     assert [each["rank"] for each in server.get("/memory_occupation").json()["ranks"]] == [0, 1, 2, 3]
     expected = [server.generate(100, prompt) for prompt in prompts(4)]
@@ -102,5 +123,6 @@ def test_pipelines(start: Start) -> None:
     assert [each.result(ANSWER_S) for each in running] == expected
     server.service("/resume_memory_occupation")
     assert [server.generate(100, prompt) for prompt in prompts(4)] == expected
-    refused = server.service("/release_memory_occupation", {"mode": "keep"}, status=409)
-    assert "pipeline" in refused["message"]
+    for call, body in (("/release_memory_occupation", {"mode": "keep"}), ("/kv_cache", {"fraction": 0.5})):
+        refused = server.service(call, body, status=409)
+        assert "pipeline" in refused["message"]

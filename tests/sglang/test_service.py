@@ -76,6 +76,11 @@ def test_verified_tokens(server: Server) -> None:
     assert "state was deleted" not in server.output()
 
 
+def test_a_cache_in_one_piece_is_not_resized(server: Server) -> None:
+    refused = server.service("/kv_cache", {"fraction": 0.5}, status=409)
+    assert "MEMSAVER_KV_CACHE_PIECE=32MiB" in refused["message"]
+
+
 def test_discarded_weights(server: Server) -> None:
     """Nothing is generated before SGLang's update has written them."""
     expected = server.generate()

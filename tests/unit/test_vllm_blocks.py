@@ -231,7 +231,7 @@ def test_requests_that_wait_for_their_end(engine: Engine) -> None:
     engine.run(lambda: not engine.ask("waiting"))
     engine.shrink(24)
     state = engine.ask("read")
-    assert (state["total"], state["kept"], state["least"], state["tokens"]) == (BLOCKS, 24, LEAST, SIZE)
+    assert (state["total"], state["kept"], state["least"], state["page_tokens"]) == (BLOCKS, 24, LEAST, SIZE)
     assert state["needed"] <= 24
     engine.run()
     assert engine.outputs == tokens

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from memsaver_core.compat.vllm import block_limit, cache_memory
+from memsaver_core.compat.vllm import block_limit
 from memsaver_core.contract.errors import UnsupportedError
+from memsaver_core.resizing import behind
 from tests.unit.test_vllm_plugin import Rank, group, two_workers
 from tests.unit.test_vllm_routes import World
 from tests.waiting import wait_until
@@ -176,7 +177,7 @@ def test_requests_are_preempted_if_asked(world: World) -> None:
 def test_a_cache_too_small_for_the_longest_request_is_refused(world: World) -> None:
     refused = world.post("/kv_cache", tokens=(LEAST - 1) * SIZE)
     assert refused.status_code == 400
-    assert f"a request of max_model_len needs {LEAST}" in refused.text
+    assert f"the longest request needs {LEAST}" in refused.text
     assert world.post("/kv_cache", tokens=LEAST * SIZE).status_code == 200
 
 
@@ -274,7 +275,7 @@ def test_no_byte_of_a_block_that_stays_goes(layout: str) -> None:
     per_block = view.shape[dimension] // 7
     for blocks in range(8):
         whole.zero_()
-        for part in cache_memory.behind(view, blocks, 7):
+        for part in behind(view, blocks, 7):
             part.view(torch.int16).fill_(1)
         assert not view.narrow(dimension, 0, blocks * per_block).any()
         assert view.narrow(dimension, blocks * per_block, (7 - blocks) * per_block).all()
@@ -286,4 +287,4 @@ def test_no_byte_of_a_block_that_stays_goes(layout: str) -> None:
 def test_a_layout_that_is_not_understood_is_refused() -> None:
     for shape in ((7, 14), (6, 5), (7,)):
         with pytest.raises(UnsupportedError, match="which dimension"):
-            list(cache_memory.behind(torch.zeros(shape), 3, 7))
+            list(behind(torch.zeros(shape), 3, 7))

@@ -18,6 +18,7 @@ from memsaver_core.compat.torch_memory_saver import state
 from memsaver_core.compat.torch_memory_saver.binary_wrapper import BinaryWrapper
 from memsaver_core.compat.torch_memory_saver.hooks import HookMode, HookUtilBase
 from memsaver_core.compat.torch_memory_saver.state import MisuseError
+from memsaver_core.resizing import piece_bytes
 
 CpuBackupBackend = Literal["mmap", "pinned"]
 
@@ -61,7 +62,7 @@ class TorchMemorySaver:
         impl = self._ensure_initialized()
         restore = _native.restore_for(tag, enable_cpu_backup, enable_disk_backup)
         config = impl.region_config(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
-        with ms.region(tag, restore=restore), config:
+        with ms.region(tag, restore=restore, chunk_bytes=piece_bytes(tag)), config:
             yield
 
     @contextmanager

@@ -16,6 +16,8 @@ import memsaver_core as ms
 from memsaver_core import process
 from memsaver_core.contract.errors import ConfigurationError
 from memsaver_core.contract.policies import RestorePolicy, policy_for
+from memsaver_core.resizing import KV_CACHE as KV_CACHE
+from memsaver_core.resizing import piece_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,6 @@ BACKEND = "memsaver"
 RUNTIME = "runtime"
 CUDA_GRAPH = "cuda_graph"
 WORKSPACE = "workspace"
-KV_CACHE = "kv_cache"
 WEIGHTS = "weights"
 
 #: Tags that every sleep keeps, whatever its level: vLLM cannot write their content again.
@@ -89,8 +90,7 @@ class MemsaverAllocator:
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
         """Put what torch allocates inside under ``tag``; pools nest."""
         tag = tag or self.default_tag
-        piece = ms.core_settings().kv_cache_piece if tag == KV_CACHE else 0
-        with _without_expandable_segments(), ms.region(tag, restore=policy_of(tag), chunk_bytes=piece):
+        with _without_expandable_segments(), ms.region(tag, restore=policy_of(tag), chunk_bytes=piece_bytes(tag)):
             yield
 
     @contextmanager

@@ -46,7 +46,7 @@ class BlockLimit:
             "used": used,
             "least": self._least,
             "needed": last + 1,
-            "tokens": self._block_tokens,
+            "page_tokens": self._block_tokens,
         }
 
     def limit(self, blocks: int) -> None:

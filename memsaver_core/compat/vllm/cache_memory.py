@@ -10,8 +10,8 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core.compat.patching import Function
-from memsaver_core.compat.vllm.allocator import KV_CACHE
 from memsaver_core.contract.errors import UnsupportedError
+from memsaver_core.resizing import KV_CACHE, behind
 
 #: The attribute of a model runner that holds how many of its blocks have memory; without it, all have.
 _BACKED = "_memsaver_backed_blocks"
@@ -40,27 +40,6 @@ def resize(runner: Any, blocks: int) -> None:
     setattr(runner, _BACKED, None)  # until it is known again
     ms.resize(KV_CACHE, unused=unused)
     setattr(runner, _BACKED, blocks)
-
-
-def behind(view: torch.Tensor, blocks: int, total: int) -> Iterator[torch.Tensor]:
-    """Yield, as bytes, what is behind block ``blocks`` of the ``total`` ones of a layer's cache. Its dimensions may be
-    in any order in memory: keys and values apart, or blocks of all layers together. Raises UnsupportedError."""
-    dimensions = [dimension for dimension, size in enumerate(view.shape) if size % total == 0]
-    if view.dim() < 2 or len(dimensions) != 1:
-        raise UnsupportedError(f"which dimension of a KV cache of shape {tuple(view.shape)} counts its {total} blocks?")
-    [dimension] = dimensions
-    per_block = view.shape[dimension] // total  # attention kernels may have smaller blocks
-    tail = view.narrow(dimension, blocks * per_block, (total - blocks) * per_block)
-    if tail.numel() == 0:
-        return
-    stride = tail.stride(dimension)
-    sizes = list(zip(tail.shape, tail.stride(), strict=True))
-    length = 1 + sum((size - 1) * step for size, step in sizes if step <= stride)
-    apart = [range(0, size * step, step) for size, step in sizes if step > stride and size > 1]
-    whole = torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
-    for offsets in itertools.product(*apart):
-        begin = tail.storage_offset() + sum(offsets)
-        yield whole[begin * view.itemsize : (begin + length) * view.itemsize]
 
 
 def without_cache(init_fp8_kv_scales: Function, runner: Any) -> Any:

@@ -25,11 +25,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 import memsaver_core as ms
-from memsaver_core.contract.errors import ConfigurationError, DrainTimeoutError, MemsaverError, NoThreadError
+from memsaver_core.contract.errors import (
+    ConfigurationError,
+    DrainTimeoutError,
+    MemsaverError,
+    NoThreadError,
+    UnsupportedError,
+)
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import MemoryRequest, Release, Resume, Tagged, Verb
 from memsaver_core.ranks.connection import Listener, SocketChannel, serve
-from memsaver_core.ranks.protocol import Introduce, Plain, Request
+from memsaver_core.ranks.protocol import Introduce, Plain, Request, Resize
 from memsaver_core.ranks.rank import Rank, Result
 from memsaver_core.rendezvous import settle
 from memsaver_server.engine import LOCAL_MEMORY, Engine, Memory, never
@@ -152,6 +158,10 @@ class Scheduler(ABC):
     @abstractmethod
     def flush(self) -> None:
         """Forget every cached prefix; raise MemsaverError if pages are in use."""
+
+    def back_pages(self, pages: int) -> None:
+        """Back only the first ``pages`` pages of the KV cache with memory; no other is in use. Raises MemsaverError."""
+        raise UnsupportedError(f"the KV cache of {self.engine} cannot be resized")
 
     def save_buffers(self) -> None:
         """Copy the models' buffers, which no weight update writes, to the host; does nothing if they are released."""
@@ -564,6 +574,9 @@ class SchedulerRank(Rank):
 
     def carry_out(self, request: Request) -> Result:
         self._loop.wait_for(self._after)
+        if isinstance(request, Resize):
+            self._loop.scheduler.back_pages(request.pages)
+            return OperationReport(operation="resume")
         return super().carry_out(request)
 
 
@@ -586,6 +599,9 @@ class SchedulerMemory(RankMemory):
 
     def resume(self, options: Tagged, *, log: ms.PhaseLog | None = None) -> OperationReport:
         return self._at_rest(partial(super().resume, options, log=log))
+
+    def resize(self, pages: int, before: int) -> None:
+        self._at_rest(partial(super().resize, pages, before))
 
     @contextmanager
     def _operating(self, operation: Verb, log: ms.PhaseLog) -> Iterator[Steps]:
@@ -610,7 +626,7 @@ class SchedulerMemory(RankMemory):
                 finally:
                     self.step = ""
 
-    def _at_rest(self, operate: Callable[[], OperationReport]) -> OperationReport:
+    def _at_rest(self, operate: Callable[[], T]) -> T:
         with self._asking:
             self.raise_if_failed()
             if self.hibernated:

@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import uuid
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -18,8 +18,10 @@ from memsaver_core.contract.errors import DrainTimeoutError, MemsaverError, NotR
 from memsaver_core.contract.requests import DrainMode
 from memsaver_core.hibernation.preconditions import register_check
 from memsaver_server.engine import check_drain_mode, never
+from memsaver_server.engine.limited_pages import LimitedPages
 from memsaver_server.engine.tag_selection import released_tags
 from memsaver_server.integrations.adapter import engine as base
+from memsaver_server.integrations.sglang.page_limit import PageLimit, obstacle
 from memsaver_server.integrations.sglang.plugin import QUESTION
 
 #: What a ``Scheduler`` must have: paths of attributes. docs/sglang.md lists the versions that have them.
@@ -73,6 +75,7 @@ class SglangScheduler(base.Scheduler):
     def __init__(self, own: Any) -> None:
         super().__init__(own)
         self._aside: tuple[list[Any], bool] | None = None  # the requests that waited; whether the engine was paused
+        self._limit: PageLimit | None = None  # once somebody has asked for it
 
     @property
     def group(self) -> base.SchedulerGroup:
@@ -118,7 +121,13 @@ class SglangScheduler(base.Scheduler):
             yield "requests reach it by SGLang's Rust server; unset SGLANG_RUST_SERVER"
 
     def take_over(self, loop: base.EventLoop) -> None:
-        own, process = self.own, self.own.process_input_requests
+        own, process_own = self.own, self.own.process_input_requests
+
+        def process(requests: list[Any]) -> Any:
+            if self._limit is not None:
+                self._limit.before_step()
+            return process_own(requests)
+
         own.request_receiver = SimpleNamespace(recv_requests=loop.beginning(own.request_receiver.recv_requests))
         own.process_input_requests = lambda received: loop.process(received or (), process)
         if (updater := getattr(own, "weight_updater", None)) is not None:
@@ -164,24 +173,40 @@ class SglangScheduler(base.Scheduler):
         return not self.own._engine_paused and bool(under_way)
 
     def in_flight(self) -> list[str]:
+        running = sorted({request.rid for request in self.running()})
+        return [*running, *(request.rid for request in list(self.own.waiting_queue) if request.rid not in running)]
+
+    def running(self) -> Iterable[Any]:
+        """Return the requests in the batches in progress."""
         own = self.own
         if hasattr(own, "collect_inflight_reqs"):  # from 0.5.19 on
-            requests = own.collect_inflight_reqs()
-        else:
-            several = self.parallel.pp_size > 1
-            batches = [*own.running_mbs, *own.mbs] if several else [own.running_batch, own.last_batch]
-            requests = [request for batch in batches if batch is not None for request in batch.reqs]
-        running = sorted({request.rid for request in requests})
-        return [*running, *(request.rid for request in list(own.waiting_queue) if request.rid not in running)]
+            return cast(Iterable[Any], own.collect_inflight_reqs())
+        several = self.parallel.pp_size > 1
+        batches = [*own.running_mbs, *own.mbs] if several else [own.running_batch, own.last_batch]
+        return [request for batch in batches if batch is not None for request in batch.reqs]
 
     def models(self) -> list[Any]:
+        return [runner.model for runner in self._runners()]
+
+    def pools(self) -> list[Any]:
+        """Return the pools of pages: the model's, and those of a draft model, which has the same pages."""
+        return [runner.token_to_kv_pool for runner in self._runners()]
+
+    def _runners(self) -> list[Any]:
         draft: Any = getattr(self.own, "draft_worker", None)
         runners = [self.own.tp_worker.model_runner]
         if hasattr(draft, "draft_model_runner"):
-            runners.append(draft.draft_model_runner)
-        else:
-            runners += getattr(getattr(draft, "draft_worker", None), "draft_runners", None) or []
-        return [runner.model for runner in runners]
+            return [*runners, draft.draft_model_runner]
+        return runners + (getattr(getattr(draft, "draft_worker", None), "draft_runners", None) or [])
+
+    def pages(self, name: str, *arguments: Any) -> Any:
+        """Call a method of this rank's ``PageLimit``."""
+        if self._limit is None:
+            self._limit = PageLimit(self.own, self.running, self.pools())
+        return getattr(self._limit, name)(*arguments)
+
+    def back_pages(self, pages: int) -> None:
+        self.pages("back", pages)
 
     def flush(self) -> None:
         own = self.own
@@ -223,7 +248,7 @@ class SglangScheduler(base.Scheduler):
             self.flush()
 
 
-class SglangEngine(base.LoopEngine):
+class SglangEngine(LimitedPages, base.LoopEngine):
     """The engine over a ``Scheduler``. Rank 0 admits, holds or refuses requests. A refused one is aborted with status
     503, which SGLang's server returns to the client. In SGLang itself, a release ends the process if a request runs,
     and a resume if nothing is released; a weight update or a continuation touches memory that is released."""
@@ -301,6 +326,25 @@ class SglangEngine(base.LoopEngine):
             with suppress(DrainTimeoutError):  # requests that were set aside continue beside the prompt
                 self.when_still(base.ITERATION_S)
             self.run_on_all("bring_back")
+
+    # Methods of ``LimitedPages``.
+
+    def ask_pages(self, name: str, *arguments: Any) -> dict[str, Any]:
+        if reason := obstacle(self._own, self.scheduler.parallel.pp_size, self.scheduler.pools()):
+            return {"obstacle": reason}
+        if name in ("limit", "keep", "preempt"):
+            self.run_on_all("pages", name, *arguments)
+            return {"result": None}
+        asked = self.submit(partial(self.scheduler.pages, name))
+        if not self.is_done(asked, base.COMMAND_S):
+            raise base.LateError(f"SGLang's scheduler did not come to its next iteration in {base.COMMAND_S:g} s")
+        return {"result": asked.result()}
+
+    def back_pages(self, pages: int, before: int) -> None:
+        if isinstance(self.memory, base.SchedulerMemory):
+            self.memory.resize(pages, before)
+        else:
+            self.run("pages", "back", pages)
 
     # In the scheduler's thread: requests.
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +19,12 @@ from memsaver_core.compat.vllm.allocator import KV_CACHE
 from memsaver_core.compat.vllm.block_limit import CALL as BLOCK_LIMIT
 from memsaver_core.contract import errors
 from memsaver_core.contract.policies import RestorePolicy
-from memsaver_core.contract.requests import CacheMode, DrainMode, MemoryRequest
+from memsaver_core.contract.requests import DrainMode, MemoryRequest
 from memsaver_core.ranks.connection import started
 from memsaver_core.ranks.protocol import Answer, ExpectRelease, Plain, SleepNow, TakeOutcome
-from memsaver_server.engine import DRAIN_POLL_S, CachePages, never
+from memsaver_server.engine import never
 from memsaver_server.engine.gate import Gate, InFlightRequest
+from memsaver_server.engine.limited_pages import LimitedPages
 from memsaver_server.integrations.adapter.calls import NestedRequests, is_done
 from memsaver_server.ranks import RankMemory
 
@@ -170,7 +170,7 @@ class VllmEngine(Gate):
             self.call("reset_prefix_cache").add_done_callback(_log_failure)
 
 
-class ApiServerEngine(VllmEngine):
+class ApiServerEngine(LimitedPages, VllmEngine):
     """An engine over vLLM's asynchronous client, called from threads other than that of the client's loop. Requests are
     tasks of that loop. They wait in front of the gate but are never inside it: vLLM drains those that have entered."""
 
@@ -228,57 +228,22 @@ class ApiServerEngine(VllmEngine):
     def is_alive(self) -> bool:
         return not self._client.errored
 
-    # Methods of ``ResizableEngine``. A page is a block, with its memory on one GPU.
+    # Methods of ``LimitedPages``. A page is a block, with its memory on one GPU.
 
-    def kv_cache(self) -> CachePages:
-        now = self._ask_core("read")
-        tags = [tag for status in self.memory.statuses if status is not None for tag in status.tags]
-        largest = max((tag.bytes for tag in tags if tag.tag == KV_CACHE), default=0)
-        return CachePages(
-            total=now["total"],
-            kept=now["kept"],
-            used=now["used"],
-            needed=max(now["needed"], now["least"]),
-            page_bytes=max(1, largest // now["total"]),
-            page_tokens=now["tokens"],
-        )
+    def ask_pages(self, name: str, *arguments: Any) -> dict[str, Any]:
+        """Call a method of the engine core's ``BlockLimit``."""
+        if len(getattr(self._core, "core_engines", ())) >= 2:
+            return {"obstacle": "it has several engine cores, each with a cache"}
+        call = self.call("collective_rpc", BLOCK_LIMIT, None, (name, *arguments))
+        answer = cast(dict[str, Any], _in_time(call, "take a call between two steps"))
+        if name == "read" and "result" in answer:
+            tags = [tag for status in self.memory.statuses if status is not None for tag in status.tags]
+            largest = max((tag.bytes for tag in tags if tag.tag == KV_CACHE), default=0)
+            answer["result"]["page_bytes"] = max(1, largest // answer["result"]["total"])
+        return answer
 
-    def limit_kv_cache(
-        self, pages: int, timeout_s: float, mode: CacheMode = "wait", given_up: Callable[[], bool] = never
-    ) -> None:
-        """See ``ResizableEngine``. Raises BadRequestError if the longest request would not fit."""
-        deadline = time.monotonic() + timeout_s
-        now = self._ask_core("read")
-        if pages < min(now["least"], now["kept"]):
-            raise errors.BadRequestError(
-                f"a KV cache of {pages} blocks is too small: a request of max_model_len needs {now['least']} with the "
-                "one that no request gets; the KV cache was not resized"
-            )
-        self._ask_core("limit", pages)
-        try:
-            if mode == "preempt":
-                self._ask_core("preempt")
-            while self._ask_core("waiting"):
-                if given_up() or time.monotonic() >= deadline:
-                    raise errors.DrainTimeoutError(timeout_s, self._ask_core("late"), "the KV cache is as before")
-                time.sleep(DRAIN_POLL_S)
-        except BaseException:
-            self._ask_core("limit", now["kept"])
-            raise
-
-    def resize_kv_cache(self, pages: int) -> None:
-        self.memory.resize(pages, self._ask_core("read")["kept"])
-        self._ask_core("keep", pages)
-
-    def _ask_core(self, name: str, *arguments: Any) -> Any:
-        """Call a method of the engine core's ``BlockLimit``. Raises UnsupportedError if it has none, and why."""
-        answer = {"obstacle": "it has several engine cores, each with a cache"}
-        if len(getattr(self._core, "core_engines", ())) < 2:
-            call = self.call("collective_rpc", BLOCK_LIMIT, None, (name, *arguments))
-            answer = _in_time(call, "take a call between two steps")
-        if "obstacle" in answer:
-            raise errors.UnsupportedError(f"the KV cache of this engine cannot be resized: {answer['obstacle']}")
-        return answer["result"]
+    def back_pages(self, pages: int, before: int) -> None:
+        self.memory.resize(pages, before)
 
     async def _ask_workers(self, message: Plain) -> list[Plain]:
         """Return the answers of every engine core's workers; ``collective_rpc`` returns those of the first alone."""

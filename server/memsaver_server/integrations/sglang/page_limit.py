@@ -1,0 +1,192 @@
+"""How many pages of its KV cache SGLang hands out, and the memory behind them, on one rank."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+import memsaver_core as ms
+from memsaver_core.compat.patching import Function, wrap
+from memsaver_core.resizing import KV_CACHE, behind
+from memsaver_server.integrations.adapter.engine import lacking
+
+#: The allocators whose free pages are one list, and the prefix caches that have all pages of theirs in the device.
+ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
+PREFIXES = ("ChunkCache", "RadixCache", "UnifiedRadixCache")
+#: What a pool of pages calls the tensors of its layers.
+BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")
+#: The parts of a ``Scheduler`` that have its ``max_total_num_tokens``, too.
+OBSERVERS = ("invariant_checker", "kv_events_publisher", "load_inquirer", "pool_stats_observer")
+#: What a ``Scheduler`` must have.
+NAMES = (
+    *(f"{name}.max_total_num_tokens" for name in OBSERVERS), "continue_generation", "max_req_len",
+    "max_total_num_tokens", "pause_generation", "req_to_token_pool.req_to_token", "token_to_kv_pool_allocator.size",
+    "token_to_kv_pool_allocator.free_pages", "token_to_kv_pool_allocator.merge_and_sort_free", "tree_cache.evict",
+)  # fmt: skip
+
+
+class PageLimit:
+    """Has the allocator hand out only pages below a limit. A free page behind it is held: the allocator does not have
+    it, no prefix is on it, and SGLang's size is that much less. One that is in use is held once it is free. The first
+    ``kept`` pages have memory. Called in the scheduler's thread, on all ranks in the same iteration unless it reads."""
+
+    def __init__(self, own: Any, running: Callable[[], Iterable[Any]], pools: Iterable[Any]) -> None:
+        """Of SGLang's ``Scheduler``, where ``running()`` are the requests in the batches in progress and ``pools`` have
+        the memory of the pages."""
+        self._own = own
+        self._running = running
+        self._buffers = [each for pool in pools for each in buffers(pool)]
+        self._allocator = allocator = own.token_to_kv_pool_allocator
+        self._page_tokens = int(allocator.page_size)
+        self._size = int(own.max_total_num_tokens)
+        self._total = int(allocator.size) // self._page_tokens + 1
+        self._limit = self._kept = self._backed = self._total
+        self._held: torch.Tensor = allocator.free_pages[:0]
+        self._stale = False  # whether the table may lead behind the memory
+        cache = importlib.import_module("sglang.srt.mem_cache.base_prefix_cache")
+        self._evict_params = cache.EvictParams
+        sizing = importlib.import_module("sglang.srt.mem_cache.allocation_sizing")
+        # Besides what a request may have, SGLang admits it only if a step and a page more are free.
+        longest = own.max_req_len + sizing.get_alloc_reserve_per_decode() + 2 * self._page_tokens
+        self._least = min(self._total, math.ceil(longest / self._page_tokens) + 1)
+        wrap(allocator, "clear", self._clear)
+
+    def read(self) -> dict[str, int]:
+        """See ``LimitedPages``. Calls no device unless requests run: it may be hibernated."""
+        used = self._used()
+        return {
+            "total": self._total,
+            "kept": self._kept,
+            "used": len(used),
+            "least": self._least,
+            "needed": int(used[-1]) + 1 if len(used) else 1,
+            "page_bytes": sum(each.nbytes for each in self._buffers) // self._total,
+            "page_tokens": self._page_tokens,
+        }
+
+    def limit(self, pages: int) -> None:
+        """Hand out only the first ``pages`` pages."""
+        self._limit = pages
+        returns = self._held < pages
+        back, self._held = self._held[returns].sort().values, self._held[~returns]
+        self._allocator.free_pages = torch.cat((self._allocator.free_pages, back))
+        self._note_size()
+        self.hold()
+
+    def keep(self, pages: int) -> None:
+        """Note that only the first ``pages`` pages have memory, and hand out these."""
+        self._kept = pages
+        self.limit(pages)
+
+    def waiting(self) -> int:
+        return self._total - self._limit - len(self._held)
+
+    def late(self) -> list[str]:
+        tables = {request.rid: tokens for request, tokens in self._tables()}
+        return sorted(name for name, tokens in tables.items() if (tokens >= self._limit * self._page_tokens).any())
+
+    def preempt(self) -> None:
+        """If a request uses a page behind the limit, have SGLang set all aside that run, and compute them again."""
+        if self.late():
+            paused = self._own._engine_paused
+            messages = importlib.import_module("sglang.srt.managers.io_struct")
+            self._own.pause_generation(messages.PauseGenerationReqInput(mode="retract"))
+            if not paused:
+                self._own.continue_generation(messages.ContinueGenerationReqInput())
+            self.hold()
+
+    def before_step(self) -> None:
+        """Hold what became free, as SGLang frees pages in many places. Have the table lead to no page that has gone:
+        CUDA graphs read what rows that nobody uses lead to, and kernels what is behind the end of a request."""
+        self.hold()
+        if self._stale and ms.status().state == "resident":  # the table is in the cache's region
+            with torch.inference_mode():
+                for rows in self._own.req_to_token_pool.req_to_token.split(64):
+                    rows.masked_fill_(rows >= self._backed * self._page_tokens, 0)
+            self._stale = False
+
+    def hold(self) -> None:
+        """Hold the free pages behind the limit. Prefixes are forgotten, the oldest first, until only requests use such
+        pages."""
+        if not self.waiting():
+            return
+        self._hold_free()
+        while cached := self.waiting() - int((self._used() >= self._limit).sum()):
+            evicted = self._own.tree_cache.evict(self._evict_params(num_tokens=cached * self._page_tokens))
+            if not evicted.num_tokens_evicted:
+                break
+            self._hold_free()
+
+    def back(self, pages: int) -> None:
+        """Back only the first ``pages`` pages with memory; no other is in use. Raises as ``memsaver_core.resize``."""
+        self._backed, self._stale = pages, True
+        ms.resize(KV_CACHE, unused=[part for each in self._buffers for part in behind(each, pages, self._total)])
+
+    def _clear(self, clear: Function) -> None:
+        clear()
+        self._held = self._held[:0]
+        self._hold_free()
+
+    def _hold_free(self) -> None:
+        self._allocator.merge_and_sort_free()
+        free = self._allocator.free_pages
+        goes = free >= self._limit
+        self._held, self._allocator.free_pages = torch.cat((self._held, free[goes])), free[~goes]
+        self._note_size()
+
+    def _note_size(self) -> None:
+        own = self._own
+        size = self._size - len(self._held) * self._page_tokens
+        for each in (own, *(getattr(own, name) for name in OBSERVERS)):
+            object.__setattr__(each, "max_total_num_tokens", size)  # some are frozen
+        if (gauges := getattr(own, "metrics_collector", None)) is not None:
+            for name, value in (("max_total_num_tokens", size), ("num_pages", size // self._page_tokens)):
+                if (gauge := getattr(gauges, name, None)) is not None:
+                    gauge.labels(**gauges.labels).set(value)
+
+    def _used(self) -> torch.Tensor:
+        """Return the pages that requests in flight use, in order."""
+        tokens = [tokens for _, tokens in self._tables()]
+        return torch.unique(torch.cat(tokens) // self._page_tokens) if tokens else self._held[:0]
+
+    def _tables(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Yield the requests in flight with where each of their tokens is in the cache."""
+        table = self._own.req_to_token_pool.req_to_token
+        for request in {*self._running(), self._own.chunked_req} - {None}:
+            # From 0.5.21 on ``kv`` has the row.
+            row = getattr(request.kv, "req_pool_idx", getattr(request, "req_pool_idx", None))
+            if request.kv is not None and row is not None:
+                yield request, table[row, : request.kv.kv_allocated_len]
+
+
+def buffers(pool: Any) -> list[torch.Tensor]:
+    """Return the tensors of each layer's keys and values."""
+    return [each for name in BUFFERS for each in getattr(pool, name, None) or ()]
+
+
+def obstacle(own: Any, pipeline: int, pools: Iterable[Any]) -> str:
+    """Return why the pages of SGLang's ``Scheduler`` cannot be limited, or an empty string."""
+    if missing := lacking(own, NAMES, "Scheduler"):
+        return f"this version of SGLang has no {', '.join(missing)}"
+    if not ms.core_settings().kv_cache_piece:
+        return "start SGLang with MEMSAVER_KV_CACHE_PIECE=32MiB"
+    allocator, cache = own.token_to_kv_pool_allocator, own.tree_cache
+    if (kind := type(allocator).__name__) not in ALLOCATORS:
+        return f"its pages are those of a {kind} (sliding windows, for example), of which several lists are free"
+    if (kind := type(cache).__name__) not in PREFIXES:
+        return f"its prefixes are in a {kind}, which may have pages in use or in transfer that no request has"
+    if getattr(cache, "cache_controller", None) or getattr(cache, "linker", None):
+        return "its prefixes are copied to other memory (a hierarchical cache); start SGLang without that"
+    if getattr(cache, "enable_session_radix_cache", False):
+        return "sessions hold pages between requests; start SGLang without --enable-session-radix-cache"
+    if pipeline > 1:
+        return "the stages of its pipeline compute several batches at once; start SGLang without --pp-size"
+    if getattr(own, "kv_shard_widening", 1) > 1 or getattr(own.server_args, "dcp_size", 1) > 1:
+        return "a page is on several GPUs, a part on each"
+    if unknown := [type(pool).__name__ for pool in pools if not buffers(pool)]:
+        return f"where a page is in a {unknown[0]} is not known"
+    return ""
