@@ -195,8 +195,7 @@ class AsyncFleet:
         async with self._recovering:
             if self._left is None:
                 left = dict((await self._keeper.load()).running)
-                parts = await self.roster.parts(Selector()) if left and not self._coordinator.holds else []
-                if owners := {part.before.coordinator for part in parts if part.before is not None} - {""}:
+                if left and not self._coordinator.holds and (owners := await self._holders()):
                     advice = "call that, or repeat this 30 s after its end"
                     raise RecordError(f"the record has operations of {', '.join(owners)}, which runs: {advice}")
                 self._left = left
@@ -209,6 +208,13 @@ class AsyncFleet:
                 operation.task = asyncio.create_task(work)
                 operation.task.add_done_callback(partial(self._recovered, operation_id))
         return dict(self._recoveries)
+
+    async def _holders(self) -> set[str]:
+        """Return the coordinators that hold engines, as far as these answer."""
+        asks = [(member, self.roster.asking(member)[1]) for member in await self.roster.members()]
+        await self.roster.until_answered(asks)
+        seen = [ask.result().before for _, ask in asks if ask.done() and not ask.cancelled()]
+        return {now.coordinator for now in seen if now is not None} - {""}
 
     def _recovered(self, operation_id: str, task: asyncio.Task[FleetResult]) -> None:
         """Take note that a task has ended; what it could not do is tried again."""
