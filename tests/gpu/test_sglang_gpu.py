@@ -195,10 +195,11 @@ def check_sizes(server: GpuServer, answers: Callable[[], Any]) -> None:
         before = used(server)
         half = server.service("/kv_cache", {"fraction": 0.5})["kv_cache"]
         assert half["bytes"] == pytest.approx(whole["bytes"] / 2, rel=0.01)
-        assert before - used(server) >= whole["bytes"] * 0.45
+        assert before - (small := used(server)) >= whole["bytes"] * 0.45
         assert answers() == expected
         server.service("/kv_cache", {"fraction": 1})
-        assert abs(before - used(server)) <= 16 << 20
+        assert used(server) - small >= whole["bytes"] * 0.45
+        assert used(server) - before <= 16 << 20  # torch may have given back more than before
         assert answers() == expected
     for requests in (2, 24):  # in graphs, and in none
         fill(server)
