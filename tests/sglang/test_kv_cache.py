@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,16 +16,26 @@ import pytest
 from tests.engine_server import prompts
 
 from .conftest import Start
-from .server import ANSWER_S, Server, source
+from .server import ANSWER_S, ENVIRONMENT, Server, source
 
 SIZE = 16384
 #: With another first token it is another prompt.
 LONG = [(7919 * (place + 3)) % 1000 + 10 for place in range(3500)]
+#: Of the device that the server shares with whoever else uses its name.
+DEVICE = {**ENVIRONMENT, "MEMSAVER_HOST_DEVICE": f"sglang-{uuid.uuid4().hex[:8]}"}
+#: A program that has device memory until its input ends.
+TENANT = """
+import sys, torch, memsaver_core as ms
+with ms.region("theirs"):
+    memory = torch.ones(int(sys.argv[1]), dtype=torch.uint8)
+print("has it", flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture(scope="module")
 def served(start: Start) -> Server:
-    return start("--enable-weights-cpu-backup", "--enable-metrics", MEMSAVER_KV_CACHE_PIECE="64KiB")
+    return start("--enable-weights-cpu-backup", "--enable-metrics", MEMSAVER_KV_CACHE_PIECE="64KiB", **DEVICE)
 
 
 @pytest.fixture
@@ -145,6 +160,35 @@ def test_a_release_keeps_the_size(server: Server) -> None:
     server.service("/release_memory_occupation", {"mode": "keep"})
     server.service("/resume_memory_occupation")
     assert len(running.result(ANSWER_S)) == 1000
+    server.service("/kv_cache", {"fraction": 1})
+    assert fill(server) == expected
+
+
+@contextmanager
+def tenant(taken_bytes: int) -> Iterator[None]:
+    """Take so much memory of the server's device during the block."""
+    command = [sys.executable, "-c", TENANT, str(taken_bytes)]
+    with subprocess.Popen(
+        command, env={**os.environ, **DEVICE}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "has it\n"
+        yield
+        process.communicate()
+
+
+@pytest.mark.parametrize("restore", ["discard", "host"])
+def test_a_resume_brings_back_what_finds_room(server: Server, restore: str) -> None:
+    expected, whole = fill(server), cache(server)
+    server.service("/release_memory_occupation", {"restore": {"kv_cache": restore}})
+    occupied = server.get("/memory_occupation").json()
+    missing = 1 << 20
+    with tenant(occupied["devices"][0]["free_bytes"] - sum(tag["bytes"] for tag in occupied["tags"]) + missing):
+        server.service("/resume_memory_occupation", status=503)
+        server.service("/resume_memory_occupation", {"kv_cache": "shrink"})
+        assert 0.4 * whole["bytes"] < cache(server)["bytes"] <= whole["bytes"] - missing
+        assert [server.generate(8, [number, *LONG]) for number in (11, 12, 13)] == expected
+        assert fill(server) == expected
     server.service("/kv_cache", {"fraction": 1})
     assert fill(server) == expected
 
