@@ -89,7 +89,7 @@ def bad_body(choose: random.Random, path: str, fields: list[str]) -> bytes:
     junk = bytes(choose.randrange(256) for _ in range(choose.randrange(1, 40)))
     word = "".join(choose.choice("abcdefghijk \x00é\ud800") for _ in range(choose.randrange(1, 12)))
     kinds = [
-        b"{" + junk,
+        b"{," + junk,  # with any junk it is no JSON
         b"[" + junk,
         json.dumps([choose.choice([-1, float("nan"), word, {"tags": ["weights"]}])]).encode(),
         json.dumps(word).encode(),
