@@ -11,7 +11,7 @@ from functools import cache
 from ipaddress import ip_address
 from typing import Literal
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import ByteSize, Field, SecretStr, TypeAdapter, field_validator, model_validator
 
 from memsaver_core.settings import PREFIX, CoreSettings, EnvironmentSettings
 from memsaver_server.api_key import parse_api_key
@@ -24,6 +24,7 @@ OTHER_VARIABLES = (
     *("MEMSAVER_VLLM", "MEMSAVER_SGLANG", "MEMSAVER_TOKENSPEED", "MEMSAVER_PRELOAD_INHERIT"),
 )
 
+_SIZE = TypeAdapter(ByteSize)
 #: How like a known name a name must be to count as misspelt. Kubernetes sets variables such as MEMSAVER_SERVICE_HOST.
 _LIKENESS = 0.8
 
@@ -67,6 +68,11 @@ class Settings(EnvironmentSettings):
     queue_limit: int = Field(
         default=1024, ge=1, description="Maximum number of requests held while paused or released."
     )
+    kv_cache: str = Field(
+        default="",
+        description="Bounds of the KV cache's size, such as 4GiB..40GiB: engines of the same GPUs that have this hand "
+        "memory to each other, by need. Empty: only callers resize it.",
+    )
     verify_tokens: bool = Field(
         default=False,
         description="Whether every resume is verified by the tokens of a fixed prompt, or only if a call asks for it.",
@@ -97,12 +103,31 @@ class Settings(EnvironmentSettings):
                 )
         return hosts
 
+    @field_validator("kv_cache")
+    @classmethod
+    def _validate_kv_cache(cls, bounds: str) -> str:
+        if bounds:
+            cache_bounds(bounds)
+        return bounds
+
     @model_validator(mode="after")
     def _validate_read_key(self) -> Settings:
         if self.read_key is not None and self.api_key in (None, self.read_key):
             need = "MEMSAVER_READ_KEY needs another key in MEMSAVER_API_KEY"
             raise ValueError(f"{need}, for the callers that may do more")
         return self
+
+
+def cache_bounds(bounds: str) -> tuple[int, int]:
+    """Return the sizes in ``4GiB..40GiB``, bytes; raise ValueError if these are no bounds."""
+    low, _, high = bounds.partition("..")
+    try:
+        sizes = int(_SIZE.validate_python(low)), int(_SIZE.validate_python(high))
+    except ValueError:
+        sizes = (1, 0)
+    if not 0 <= sizes[0] <= sizes[1]:
+        raise ValueError(f"{bounds!r} is not a smaller and a larger size, such as 4GiB..40GiB")
+    return sizes
 
 
 def _is_host(name: str) -> bool:

@@ -30,6 +30,7 @@ from memsaver_server.engine import (
     tracing,
     unwritten_weights,
 )
+from memsaver_server.engine.balance import Balancer
 from memsaver_server.engine.device_monitor import DeviceMonitor, Sample
 from memsaver_server.engine.kv_cache import GLANCE_S, ElasticCache
 from memsaver_server.engine.lifecycle import Lifecycle, Snapshot
@@ -41,7 +42,7 @@ from memsaver_server.log_output import relay
 from memsaver_server.metrics import CallerFigures
 from memsaver_server.operation.operation import Operation
 from memsaver_server.ranks.watch import is_rank_stopped, stopped_ranks
-from memsaver_server.settings import Settings
+from memsaver_server.settings import Settings, cache_bounds
 from memsaver_server.threads import in_thread
 
 #: Longest interval at which waiters check for a stall and for the end of a rank, seconds.
@@ -83,14 +84,21 @@ class EngineController:
         self.lifecycle.fit_cache = None if self._cache is None else self._cache.fit
         self._metrics = EngineMetrics(self._monitor, self.lifecycle, self._cache, callers)
         self._id = uuid.uuid4().hex[:12]
+        self._balancer: Balancer | None = None
+        if settings.kv_cache and self._cache is not None:
+            self._balancer = Balancer(self._cache, self.lifecycle, cache_bounds(settings.kv_cache), self._id)
         self._held: dict[str, tuple[float, float]] = {}  # by coordinators: when each has asked first, and last
         self._stall_loggers: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
         self._monitor.start()
+        if self._balancer is not None:
+            self._balancer.start()
 
     def close(self) -> None:
         self.closing.set()
+        if self._balancer is not None:
+            self._balancer.stop()
         self._monitor.stop()
         self.lifecycle.operations.close()
         self._audit.close()

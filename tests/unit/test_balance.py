@@ -1,0 +1,77 @@
+"""How large the caches of one GPU should be: nobody gets more than there is, and none loses what it needs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from memsaver_core.contract.status import KvCacheAnswer
+from memsaver_server.engine.balance import Row, target_bytes, wanted_bytes
+from memsaver_server.settings import Settings
+
+TOTAL = 1000
+
+
+def cache(size: int, used: int) -> KvCacheAnswer:
+    sizes = {"bytes": size, "used_bytes": used, "smallest_bytes": used, "largest_bytes": TOTAL, "full_bytes": TOTAL}
+    return KvCacheAnswer(**sizes, tokens=size, page_bytes=1, page_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("size", "used", "wanted"),
+    [(400, 0, 100), (400, 200, 300), (400, 360, 600), (400, 400, 600), (800, 800, 900), (50, 10, 100)],
+)
+def test_what_a_cache_wants(size: int, used: int, wanted: int) -> None:
+    assert wanted_bytes(cache(size, used), 100, 900) == wanted
+
+
+def settled(demands: list[int], sizes: list[int]) -> list[int]:
+    """The sizes once every engine, one after the other, has looked many times; each uses what it demands, if it can."""
+    for _ in range(60):
+        for each, size in enumerate(sizes):
+            rows = [
+                Row(0.0, other, wanted_bytes(cache(other, min(other, demand)), 100, 900))
+                for other, demand in zip(sizes, demands, strict=True)
+            ]
+            mine = rows.pop(each)
+            sizes[each] = target_bytes(mine, rows, TOTAL - sum(sizes))
+            assert sum(sizes) <= TOTAL
+            assert sizes[each] >= min(size, mine.wanted, TOTAL // len(sizes))
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("demands", "sizes"),
+    [
+        ([0, 900], [800, 200]),  # all that one does not need goes to the other
+        ([900, 0], [100, 900]),
+        ([900, 900], [900, 100]),  # both lack memory: half for each
+        ([100, 300], [500, 500]),  # both have enough: nothing moves
+    ],
+)
+def test_two_engines(demands: list[int], sizes: list[int]) -> None:
+    now = settled(demands, list(sizes))
+    if max(demands) == min(demands):
+        assert now == [500, 500]
+    elif sum(demands) < TOTAL // 2 + 1:
+        assert now == sizes
+    else:
+        assert now[demands.index(900)] == 900
+        assert settled(demands, list(now)) == now
+
+
+def test_many_engines_with_changing_demands() -> None:
+    choose = random.Random(4)
+    sizes = [250, 250, 250, 250]
+    for _ in range(50):
+        demands = [choose.choice((0, 50, 300, 900)) for _ in sizes]
+        sizes = settled(demands, sizes)
+        lacking = [size for size, demand in zip(sizes, demands, strict=True) if demand > size]
+        assert not lacking or TOTAL - sum(sizes) < 4 or min(lacking) >= 900 or sum(sizes) >= TOTAL - 4
+
+
+@pytest.mark.parametrize("bounds", ["4GiB", "4GiB..", "40GiB..4GiB", "a..b", "-1..5"])
+def test_bounds_that_are_none(bounds: str) -> None:
+    with pytest.raises(ValueError, match="is not a smaller and a larger size, such as"):
+        Settings(kv_cache=bounds)
