@@ -52,7 +52,7 @@ class Row:
 
 
 class Balancer:
-    """Resizes a cache between two bounds, in a thread of its own."""
+    """Resizes a cache between two bounds, in a separate thread."""
 
     def __init__(self, cache: ElasticCache, lifecycle: Lifecycle, bounds: tuple[int, int], name: str) -> None:
         self._cache = cache
