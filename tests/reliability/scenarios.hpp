@@ -459,9 +459,18 @@ inline std::vector<Scenario> scenarios() {
   list.push_back({"released and resumed while shrunk", two_devices, shrunk,
                   [grow](World& world) {
                     world.release();
-                    refused(world, ErrorKind::configuration, [&] { grow(world); });
                     world.resume();
                     grow(world);
+                  },
+                  [](World& world) { world.resume(); }});
+  list.push_back({"resized while released", two_devices, caches,
+                  [shrink, grow](World& world) {
+                    world.release();
+                    shrink(world);
+                    world.resume();
+                    world.release();
+                    grow(world);
+                    world.resume();
                   },
                   [](World& world) { world.resume(); }});
   list.push_back({"freed while shrunk", two_devices, shrunk,

@@ -170,8 +170,14 @@ class World {
     for (const auto& memory : memories_) {
       if (memory.alive && memory.tag == tag) unused.push_back({memory.address, without_first * kPage});
     }
+    const bool asleep = std::none_of(memories_.begin(), memories_.end(), [&](const Memory& memory) {
+      return memory.alive && memory.tag == tag && before.count(memory.address + without_first * kPage) != 0;
+    });
     bool done = false;
-    const Cleanup at_end([&] { note_resized(tag, kept, without_first, before, done); });
+    const Cleanup at_end([&] {
+      if (!asleep) return note_resized(tag, kept, without_first, before, done);
+      if (done) note_divided(tag, kept, without_first);
+    });
     saver->resize(tag, unused, kept);
     done = true;
   }
@@ -475,6 +481,22 @@ class World {
       if (after.count(address) == 0) continue;
       if (undone) problems.push_back("what a resize gave back is mapped");
       not_undone_.insert(address);
+    }
+  }
+  // A resize of what is released left to the resume exactly the pages that it keeps.
+  void note_divided(const std::string& tag, double kept, std::size_t without_first) {
+    for (auto& memory : memories_) {
+      if (!memory.alive || memory.tag != tag) continue;
+      const auto end = static_cast<std::size_t>(kept * static_cast<double>(memory.pages.size()));
+      for (std::size_t page = 0; page < memory.pages.size(); ++page) {
+        const Address address = memory.address + page * kPage;
+        if (page >= without_first && page < end) {
+          shrunk_.erase(address);
+        } else {
+          shrunk_.insert(address);
+          memory.pages[page] = Expect::zeros;
+        }
+      }
     }
   }
   void note_page(Memory& memory, std::size_t page, bool was, bool is, bool used) {
