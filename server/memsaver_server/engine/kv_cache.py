@@ -102,14 +102,14 @@ class ElasticCache:
         """Return what ``resume`` did, which brings the released cache back with as many pages as find room. Raises
         OutOfDeviceMemoryError if these are too few: the cache then has its size of before, and stays released."""
         before = self._engine.kv_cache()
-        pages, fewer = before.kept, 0
+        pages, fewer = before.kept, 1
         while True:
             try:
                 return resume()
             except OutOfDeviceMemoryError as short:
-                # Memory comes in pieces: fewer pages may need as much.
-                fewer = max(math.ceil((short.needed_bytes - short.free_bytes) / before.page_bytes), 2 * fewer)
-                pages -= fewer
+                missing = short.needed_bytes - short.free_bytes
+                pages -= max(fewer, math.ceil(missing / before.page_bytes))
+                fewer *= 2  # memory comes in pieces: fewer pages may need as much
                 if pages < max(1, before.needed) or not self._resize_released(pages):
                     self._resize_released(before.kept)
                     raise
