@@ -102,17 +102,18 @@ class ElasticCache:
         """Return what ``resume`` did, which brings the released cache back with as many pages as find room. Raises
         OutOfDeviceMemoryError if these are too few: the cache then has its size of before, and stays released."""
         before = self._engine.kv_cache()
-        pages, fewer = before.kept, 1
+        pages, fewer, lowest = before.kept, 1, max(1, before.needed)
         while True:
             try:
                 return resume()
             except OutOfDeviceMemoryError as short:
                 missing = short.needed_bytes - short.free_bytes
-                pages -= max(fewer, math.ceil(missing / before.page_bytes))
+                smaller = max(lowest, pages - max(fewer, math.ceil(missing / before.page_bytes)))
                 fewer *= 2  # memory comes in pieces: fewer pages may need as much
-                if pages < max(1, before.needed) or not self._resize_released(pages):
+                if smaller >= pages or not self._resize_released(smaller):
                     self._resize_released(before.kept)
                     raise
+                pages = smaller
 
     def _resize_released(self, pages: int) -> bool:
         """Return whether a resume will bring back this many pages."""
