@@ -682,7 +682,7 @@ def test_probes_metrics_and_dashboard(fleet: httpx.Client, sites: Sites) -> None
     assert json.loads(events["operation"])["answer"]["engines"][0]["name"] == "a"
 
 
-EXAMPLES = amount(2, long=60)
+EXAMPLES = amount(1, long=60)
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
 
 

@@ -225,7 +225,7 @@ def test_it_is_bounded_for_all_together(store: str) -> None:
 def test_nothing_grows_over_many_cycles(tmp_path: Path) -> None:
     """Of three processes that share packed content, on the core with small units: memory, files, threads, the store."""
     program = Path(__file__).parents[2] / "benchmarks" / "store_soak.py"
-    options = ("--cycles", str(amount(20, long=1000)), "--weights", "1MiB", "--out", str(tmp_path))
+    options = ("--cycles", str(amount(10, long=1000)), "--weights", "1MiB", "--out", str(tmp_path))
     environment = os.environ | injection.in_child(small=True) | {"MEMSAVER_DRIVER": "host"}
     output = forks.run([sys.executable, str(program), *options], env=environment, capture_output=True, text=True)
     assert output.returncode == 0, output.stdout + output.stderr

@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 from .tensor_engine import ALL_TAGS
 
 CLIENTS = 64
-CALLS = amount(10, long=100)
+CALLS = amount(5, long=100)
 COMMON = {"kv_cache", "weights"}
 PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 3, "temperature": 0}}
 

@@ -23,7 +23,7 @@ from tests.reliability.figures import keep
 from .surface import posts, routes, seen
 from .tensor_engine import TensorEngine
 
-EXAMPLES = amount(3, long=100)
+EXAMPLES = amount(2, long=100)
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
@@ -81,7 +81,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
 UNKNOWN_TAGS = [["no-such-tag"], ["weights", "no-such-tag"], ["WEIGHTS"], [""]]
 #: Has its own tag, and ignores others.
 KNOWS_ITS_TAG = "/release_kv_cache_memory"
-BAD_REQUESTS = amount(600, long=20_000)
+BAD_REQUESTS = amount(300, long=20_000)
 
 
 def bad_body(choose: random.Random, path: str, fields: list[str]) -> bytes:

@@ -500,7 +500,7 @@ def test_thousand_cycles_are_flat(shared: bool) -> None:
             return int(file.read().split()[1]) * PAGE
 
     steady: tuple[int, ...] = ()
-    for cycle in range(amount(300, long=1000)):
+    for cycle in range(amount(150, long=1000)):
         expected = fill(blocks[cycle % 8], 256 * 1024, cycle)
         release(saver)
         resume(saver)
