@@ -118,7 +118,7 @@ class Execution:
             self._operation.how = "done"
             await self._confirm()
             # If all engines are otherwise by now, another coordinator has undone it.
-            await self._end(*([] if all(part.failure for part in self._parts) else [self._wish]))
+            await self._end(None if all(part.failure for part in self._parts) else self._wish)
 
     async def undo(self) -> None:
         """Have every engine as before: abort what is prepared, move back what was moved."""
@@ -128,7 +128,7 @@ class Execution:
             await self._note("rolling_back")
         await asyncio.gather(*map(self._undo_one, self._parts))
         await self._look()
-        await self._end(*self._wishes_for_the_rest())
+        await self._end(rest=self._wishes_for_the_rest())
 
     # -- prepare and abort ---------------------------------------------------------------------------------------------
 
@@ -299,13 +299,13 @@ class Execution:
         await self._keeper.running(self._id, running)
         self._noted = self._key
 
-    async def _end(self, *wishes: Wanted) -> None:
+    async def _end(self, wish: Wanted | None = None, rest: Iterable[Wanted] = ()) -> None:
         is_done = self._operation.how in ("done", "each") and not _failed(self._parts)
         outcome: Outcome = "succeeded" if is_done else "failed"
         if self._operation.how == "aborted" and self._operation.given_up.is_set():
             outcome = "cancelled"
         try:
-            await self._keeper.ended(self._id, self._operation.known(outcome), *wishes, prepared_by=self._noted)
+            await self._keeper.ended(self._id, self._operation.known(outcome), wish, rest, self._noted)
         except RecordError:
             # The engines are the truth, and the keeper writes it later.
             logger.exception("fleet operation %s has ended, but could not be recorded", self._id)

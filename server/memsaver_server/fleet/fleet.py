@@ -35,7 +35,7 @@ from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.outcome import result_of
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.reconciler import Reconciler
-from memsaver_server.fleet.record import Keeper, MemoryRecord, Record, RecordError, Running, Wanted
+from memsaver_server.fleet.record import Keeper, MemoryRecord, Record, RecordContent, RecordError, Running
 from memsaver_server.fleet.results import (
     EngineResult,
     FleetError,
@@ -158,15 +158,15 @@ class AsyncFleet:
         running.given_up.set()
         return await running.outcome()
 
-    async def wanted(self) -> tuple[Wanted, ...]:
-        """Return what is wanted of the engines. Raises RecordError."""
-        return (await self._keeper.load()).wanted
+    async def record(self) -> RecordContent:
+        """Return what is wanted of the engines, and demanded of their weights. Raises RecordError."""
+        return await self._keeper.load()
 
     async def status(self, selector: Selector | None = None) -> FleetStatus:
         """Return what every selected engine is now, those that do not answer included."""
         parts = await self.roster.parts(selector or Selector())
-        wanted = await self.wanted()
-        return FleetStatus.of([part.status(wanted) for part in parts], wanted, self.progress)
+        record = await self.record()
+        return FleetStatus.of([part.status(record) for part in parts], record, self.progress)
 
     @property
     def progress(self) -> FleetProgress | None:

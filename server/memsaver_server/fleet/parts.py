@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from memsaver_core.contract.status import OccupationAnswer
 from memsaver_server import clock
 from memsaver_server.fleet.connection import Connection, EngineFailure
 from memsaver_server.fleet.members import Member
-from memsaver_server.fleet.record import Prepared, Wanted
+from memsaver_server.fleet.record import Prepared, RecordContent
 from memsaver_server.fleet.results import EngineResult, EngineStatus, state_of
 
 
@@ -124,8 +124,8 @@ class Part:
         """Return the tags whose content the operation has lost."""
         return tuple(tag.tag for tag in self.after.tags if tag.content == "lost") if self.after else ()
 
-    def status(self, wanted: Sequence[Wanted]) -> EngineStatus:
-        return EngineStatus.of(self.member, self.before, self.failure, wanted)
+    def status(self, record: RecordContent) -> EngineStatus:
+        return EngineStatus.of(self.member, self.before, self.failure, record)
 
     def result(self, *, undone: bool) -> EngineResult:
         """Return the row of the answer; ``undone``: the operation as a whole was given up."""

@@ -178,7 +178,7 @@ class Turns:
 
     def update(self, status: FleetStatus) -> None:
         for engine in status.engines:
-            self._slots.setdefault(engine.name, Slot(engine.name)).update(engine, status.wanted)
+            self._slots.setdefault(engine.name, Slot(engine.name)).update(engine, status.wanted, status.demands)
         for name in self._slots.keys() - {engine.name for engine in status.engines}:
             del self._slots[name]
         self._schedule()
