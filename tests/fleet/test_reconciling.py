@@ -197,6 +197,24 @@ def test_a_version_is_demanded_of_an_engine_that_could_not_be_undone(fleet: Flee
     assert [bool(engine.error) for engine in fleet.status().engines] == [True, False, False]
 
 
+def test_a_wake_that_could_not_be_undone_leaves_its_engine_to_the_next_request(sites: Sites) -> None:
+    """The engine was kept released, as if a caller had released it for good."""
+    a = sites["a"]
+    with served([a.member]) as http:
+        until_asked = {"wake_on_request": True, "restore": {"kv_cache": "host"}}
+        http.post("/release_memory_occupation", json=until_asked).raise_for_status()
+        before = http.get("/memory_occupation").json()["wanted"]
+        a.wire.on("/commit", "reset_answer")
+        a.wire.on("POST /release_memory_occupation", "reset")
+        assert http.post("/v1/completions", json={"model": "model of a"}).status_code == 503
+        assert http.get("/memory_occupation").json()["wanted"] == before
+        a.wire.heal()
+        a.http.post("/release_memory_occupation", json={"wait": True}).raise_for_status()
+        wait_until(lambda: http.get("/memory_occupation").json()["engines"][0]["state"] == "released")
+        wait_until(lambda: http.post("/v1/completions", json={"model": "model of a"}).status_code == 404)
+        assert a.is_serving
+
+
 def test_the_last_wish_for_an_engine_and_a_tag_counts(fleet: Fleet, sites: Sites) -> None:
     assert fleet.release().success
     assert fleet.resume(Selector(names=("a",))).success

@@ -128,7 +128,7 @@ class Execution:
             await self._note("rolling_back")
         await asyncio.gather(*map(self._undo_one, self._parts))
         await self._look()
-        await self._end(rest=self._wishes_for_the_rest())
+        await self._end(rest=await self._wishes_for_the_rest())
 
     # -- prepare and abort ---------------------------------------------------------------------------------------------
 
@@ -251,10 +251,7 @@ class Execution:
         if request.operation == "release":
             return {"wait": True, "wait_for_memory_s": self._timeout_s}
         kept = {tag.tag for tag in part.before.tags if tag.backed_up_bytes} if part.before else set()
-        wanted: tuple[Wanted, ...] = ()  # if the record cannot be read: what the regions' own policies say
-        with suppress(RecordError):
-            wanted = (await self._keeper.load()).wanted
-        wishes = wishes_for(part.member, wanted)
+        wishes = await self._wishes_for(part)  # none: what the regions' own policies say
         options: dict[str, Any] = {}
         restore: dict[str, str] = {}
         for tag in part.after.tags if part.after else ():
@@ -280,15 +277,24 @@ class Execution:
     async def _look(self) -> None:
         await asyncio.gather(*(part.look() for part in self._parts))
 
-    def _wishes_for_the_rest(self) -> list[Wanted]:
-        """Return what a reconciler is to do on engines that could not be undone, or do not answer."""
+    async def _wishes_for(self, part: Part) -> dict[str | None, Wanted]:
+        """Return the wish that counts for each tag of an engine; none if the record cannot be read."""
+        with suppress(RecordError):
+            return wishes_for(part.member, (await self._keeper.load()).wanted)
+        return {}
+
+    async def _wishes_for_the_rest(self) -> list[Wanted]:
+        """Return what a reconciler is to do on engines that could not be undone, or do not answer, unless it is wanted
+        already: until asked, or with these options."""
         verb = self._request.operation
         back = self._wish.model_copy(update={"state": STATES[OPPOSITE[verb]], "options": {}, "until_asked": False})
-        return [
-            back.model_copy(update={"selector": Selector(names=(part.member.name,)), "tags": part.tags})
-            for part in self._parts
-            if part.tags and part.is_stray(verb)
-        ]
+        rest: list[Wanted] = []
+        for part in (part for part in self._parts if part.is_stray(verb)):
+            wishes = await self._wishes_for(part)
+            now = {tag: wishes.get(tag, wishes.get(None)) for tag in part.tags}
+            if tags := tuple(tag for tag, wish in now.items() if wish is None or wish.state != back.state):
+                rest.append(back.model_copy(update={"selector": Selector(names=(part.member.name,)), "tags": tags}))
+        return rest
 
     # -- the record ----------------------------------------------------------------------------------------------------
 
