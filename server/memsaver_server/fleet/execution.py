@@ -250,7 +250,6 @@ class Execution:
         request = self._request
         if request.operation == "release":
             return {"wait": True, "wait_for_memory_s": self._timeout_s}
-        kept = {tag.tag for tag in part.before.tags if tag.backed_up_bytes} if part.before else set()
         wishes = await self._wishes_for(part)  # none: what the regions' own policies say
         options: dict[str, Any] = {}
         restore: dict[str, str] = {}
@@ -259,7 +258,7 @@ class Execution:
             given = wish.options if tag.tag in tags and wish is not None and wish.state == "released" else {}
             options |= given
             policy = given.get("restore", {}).get(tag.tag, "")
-            if tag.tag in kept & set(tags) and not keeps_all(policy or tag.restore):
+            if tag.tag in part.kept and tag.tag in tags and not keeps_all(policy or tag.restore):
                 policy = "host"
             if policy and (keeps_all(policy) or tag.content == "lost"):
                 restore[tag.tag] = policy

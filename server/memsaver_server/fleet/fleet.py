@@ -374,7 +374,7 @@ class AsyncFleet:
             for name, prepared in left.engines.items():
                 member = await self.roster.find(name, prepared.url)
                 part = Part(member, self.roster.connection(member))
-                part.operation_id, part.tags = prepared.operation_id, prepared.tags
+                part.operation_id, part.tags, part.kept = prepared.operation_id, prepared.tags, prepared.kept
                 operation.parts.append(part)
             execution = self._execution(operation)
             end = {"preparing": execution.abandon, "committing": execution.commit, "rolling_back": execution.undo}

@@ -28,6 +28,7 @@ class Part:
     operation_id: str = ""  # its own operation, as soon as that is known
     asked: bool = False  # a prepare was sent, so that the engine may be prepared
     tags: tuple[str, ...] = ()  # those that its operation moves
+    kept: tuple[str, ...] = ()  # those whose content was kept before
     answer: OperationAnswer | None = None
     phase: str = ""  # the stage in which it failed
     failure: EngineFailure | None = None
@@ -56,12 +57,13 @@ class Part:
         """Note that it is prepared until ``lease_ends``, on the monotonic clock."""
         self.stage, self.operation_id = "prepared", answer.operation_id
         self.tags = tuple(tag.tag for tag in answer.tags if tag.bytes)
+        self.kept = tuple(tag.tag for tag in self.before.tags if tag.backed_up_bytes) if self.before else ()
         self._lease_ends = lease_ends
 
     def as_prepared(self) -> Prepared:
         """Return what the record keeps of it."""
-        member = self.member
-        return Prepared(url=member.url, operation_id=self.operation_id, tags=self.tags, gpus=member.gpus)
+        url, gpus = self.member.url, self.member.gpus
+        return Prepared(url=url, operation_id=self.operation_id, tags=self.tags, kept=self.kept, gpus=gpus)
 
     def lease_left(self) -> float:
         """Seconds for which it surely stays prepared."""

@@ -93,11 +93,13 @@ class Known(Model):
 
 
 class Prepared(Model):
-    """What one engine has prepared: its own operation, empty until it is known, and the tags that this moves."""
+    """What one engine has prepared: its own operation, empty until it is known, the tags that this moves, and those
+    whose content was kept before."""
 
     url: str
     operation_id: str = ""
     tags: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()  # UUIDs of those that it uses
 
 
