@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 from pydantic import ValidationError
 
 from memsaver_core.contract.model import Model
+from memsaver_core.contract.phases import OperationName
 from memsaver_core.contract.requests import ASKED_OF_FLEET, STATES, AskedOfFleet, Described, Selector, Verb
 from memsaver_server.operation.history import KEPT_S, MAX_KEPT
 from memsaver_server.wrong_fields import wrong_fields
@@ -87,7 +88,7 @@ class Known(Model):
     """What the id of an operation stands for."""
 
     digest: str  # of its request; empty if nobody can name it: it is the coordinator's own
-    verb: Verb
+    verb: OperationName
     outcome: Outcome  # ``begun``: one in mode ``best_effort`` whose coordinator ended first; a repeat carries it out
     at: float  # seconds since the epoch
 
@@ -297,7 +298,7 @@ class Keeper:
     async def running(self, operation_id: str, running: Running) -> None:
         await self._change(lambda old: old.model_copy(update={"running": {**old.running, operation_id: running}}))
 
-    async def begun(self, operation_id: str, known: Known, wish: Wanted) -> None:
+    async def begun(self, operation_id: str, known: Known, wish: Wanted | None = None) -> None:
         """Note what an operation that begins is to leave. Unlike an end, nothing of it counts if it is not written."""
         await self._change(lambda old: old.noting(operation_id, known, wish))
 
