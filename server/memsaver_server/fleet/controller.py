@@ -370,7 +370,7 @@ class FleetController:
                 raise _public(error) from None
             answer = await self._call(selected, "KV cache resized", "POST", "/kv_cache", {"bytes": limit_bytes})
             outcome: Outcome = "failed" if "error" in answer.body else "succeeded"
-            with suppress(RecordError):  # it is written later
+            with suppress(RecordError):  # a repeat is carried out again, and finds it done
                 await self._fleet.note(operation_id, known.model_copy(update={"outcome": outcome, "at": time.time()}))
         return answer, self._resized(answer, operation_id, client, known.at)
 

@@ -268,9 +268,9 @@ class AsyncFleet:
         return record.known(operation_id)
 
     async def note(self, operation_id: str, known: Known) -> None:
-        """Record what an id stands for that is not of a release or resume. Raises RecordError."""
+        """Record what an id stands for that is not of a release or resume. Raises RecordError: it is as before."""
         if operation_id:
-            await (self._keeper.begun if known.outcome == "begun" else self._keeper.ended)(operation_id, known)
+            await self._keeper.begun(operation_id, known, None)
 
     def known(self, asked: AskedOfFleet, operation_id: str) -> FleetOperation | None:
         """Return the operation of this id if it answers the request, too."""

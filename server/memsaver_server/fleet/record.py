@@ -72,16 +72,11 @@ class Wanted(Model):
 
 
 class Demand(Model):
-    """What callers demand of the weights of engines that serve. The last one that concerns an engine counts.
-
-    Attributes:
-        version: which an update must have named them; None: whatever they are.
-        operation_id: the fleet's operation that demands it.
-    """
+    """What callers demand of the weights of engines that serve. The last one that concerns an engine counts."""
 
     selector: Selector
-    version: str | None
-    operation_id: str = ""
+    version: str | None  # which an update must have named; None: any
+    operation_id: str  # the fleet's operation that demands it
 
 
 class Known(Model):
@@ -298,17 +293,12 @@ class Keeper:
     async def running(self, operation_id: str, running: Running) -> None:
         await self._change(lambda old: old.model_copy(update={"running": {**old.running, operation_id: running}}))
 
-    async def begun(self, operation_id: str, known: Known, wish: Wanted | None = None) -> None:
+    async def begun(self, operation_id: str, known: Known, wish: Wanted | None) -> None:
         """Note what an operation that begins is to leave. Unlike an end, nothing of it counts if it is not written."""
         await self._change(lambda old: old.noting(operation_id, known, wish))
 
     async def ended(
-        self,
-        operation_id: str,
-        known: Known,
-        wish: Wanted | None = None,
-        rest: Iterable[Wanted] = (),
-        prepared_by: str = "",
+        self, operation_id: str, known: Known, wish: Wanted | None, rest: Iterable[Wanted], prepared_by: str
     ) -> None:
         """Note that an operation has ended, what its id stands for, and what is wanted from now on, as
         ``RecordContent.noting``. One that was noted as running, ``prepared_by`` this key, and that another coordinator
