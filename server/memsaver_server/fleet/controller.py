@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import platform
 import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from hashlib import sha256
 from importlib import metadata
 from typing import Any
 
@@ -357,8 +355,7 @@ class FleetController:
         """Resize the KV cache of each selected engine, each by itself; return whether that has changed one, too. It is
         counted and audited, with the engines' operations. A repeat of what has succeeded lists the engines."""
         names = {engine.name for engine in self._engines_of(selected)}
-        asked = json.dumps(["resize", selected.model_dump(mode="json"), limit_bytes])
-        digest, named = sha256(asked.encode()).hexdigest()[:32], f"operation_id {operation_id!r}"
+        digest, named = f"resize to {limit_bytes} of {selected.model_dump_json()}", f"operation_id {operation_id!r}"
         async with self._limits.held(names):
             try:
                 known = await self._fleet.check(digest, operation_id, named, "id")
