@@ -111,6 +111,24 @@ def test_the_undo_is_carried_on(coordinate: Callable[..., Fleet], sites: Sites, 
     assert all(site.is_released for site in sites.values())
 
 
+def test_an_undo_that_is_carried_on_keeps_what_an_engine_kept(
+    coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path
+) -> None:
+    """For another caller: the record does not say so. By itself the cache would come back as zeros."""
+    for site in sites.values():
+        site.engine.kv.fill_(7)
+        site.http.post("/release_memory_occupation", json={"restore": {"kv_cache": "host"}}).raise_for_status()
+    sites["b"].engine.memory.fail("resume", MemsaverError("no"))
+    child = coordinator(sites, tmp_path, "resume", 30)
+    kill_at(sites, child, "a", '"wait":true', "reset")
+    assert child.process.wait(600) == -9
+    fleet = coordinate(record=FileRecord(tmp_path / "record.json"))
+    (result,) = fleet.recover()
+    assert result.rolled_back, result.message
+    assert fleet.resume().success
+    assert [int(site.engine.kv.min()) for site in sites.values()] == [7, 7, 7]
+
+
 @pytest.mark.parametrize("moment", ["the last is prepared", "one has committed"])
 def test_a_repeat_of_what_a_dead_coordinator_had_begun_gets_it_done(
     coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path, moment: str

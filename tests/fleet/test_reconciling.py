@@ -152,6 +152,69 @@ def test_a_request_wakes_weights_of_the_version_that_was_demanded(sites: Sites) 
                 pass
 
 
+def test_a_version_is_demanded_whatever_becomes_of_other_tags(sites: Sites) -> None:
+    """A release and a resume of the cache alone ended it, as they replaced the wish of the resume that demanded it."""
+    record, a = MemoryRecord(), sites["a"]
+
+    def asked() -> int:
+        return http.post("/v1/completions", json={"model": "model of a"}).status_code
+
+    with a.attachment.lifecycle.writing(version="v2"):
+        pass
+    cache = {"tags": ["kv_cache"]}
+    with served([a.member], record=record) as http:
+        for body in ({**cache, "weights_version": "v2"}, cache, {**cache, "wake_on_request": True}):
+            path = "/resume_memory_occupation" if "weights_version" in body else "/release_memory_occupation"
+            http.post(path, json=body).raise_for_status()
+            http.post("/resume_memory_occupation", json=cache).raise_for_status()
+        assert asked() == 404  # by the engine, which has no such path
+        with a.attachment.lifecycle.writing(version="v3"):
+            pass
+        wait_until(lambda: asked() == 503)
+    with served([a.member], record=record) as http:
+        assert asked() == 503
+        http.post("/resume_memory_occupation").raise_for_status()
+        wait_until(lambda: asked() == 404)
+    assert asyncio.run(record.load()).demands == ()
+
+
+def test_a_version_is_demanded_of_an_engine_that_could_not_be_undone(fleet: Fleet, sites: Sites) -> None:
+    """The reconciler resumed it without the version."""
+    a = sites["a"]
+    for site in sites.values():
+        with site.attachment.lifecycle.writing(version="v2"):
+            pass
+    assert fleet.resume(weights_version="v2").success
+    sites["b"].engine.memory.fail("release", MemsaverError("no"))
+    a.wire.on('"wait":true', "reset")
+    assert not fleet.release().success
+    assert a.is_released
+    a.wire.heal()
+    assert [each.name for each in fleet.reconcile()] == ["a"]
+    assert '"weights_version":"v2"' in next(each for each in reversed(a.wire.seen) if "/resume_memory" in each)
+    with a.attachment.lifecycle.writing(version="v1"):
+        pass
+    assert [bool(engine.error) for engine in fleet.status().engines] == [True, False, False]
+
+
+def test_a_wake_that_could_not_be_undone_leaves_its_engine_to_the_next_request(sites: Sites) -> None:
+    """The engine was kept released, as if a caller had released it for good."""
+    a = sites["a"]
+    with served([a.member]) as http:
+        until_asked = {"wake_on_request": True, "restore": {"kv_cache": "host"}}
+        http.post("/release_memory_occupation", json=until_asked).raise_for_status()
+        before = http.get("/memory_occupation").json()["wanted"]
+        a.wire.on("/commit", "reset_answer")
+        a.wire.on("POST /release_memory_occupation", "reset")
+        assert http.post("/v1/completions", json={"model": "model of a"}).status_code == 503
+        assert http.get("/memory_occupation").json()["wanted"] == before
+        a.wire.heal()
+        a.http.post("/release_memory_occupation", json={"wait": True}).raise_for_status()
+        wait_until(lambda: http.get("/memory_occupation").json()["engines"][0]["state"] == "released")
+        wait_until(lambda: http.post("/v1/completions", json={"model": "model of a"}).status_code == 404)
+        assert a.is_serving
+
+
 def test_the_last_wish_for_an_engine_and_a_tag_counts(fleet: Fleet, sites: Sites) -> None:
     assert fleet.release().success
     assert fleet.resume(Selector(names=("a",))).success

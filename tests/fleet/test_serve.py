@@ -106,6 +106,23 @@ def test_requests_for_one_model_wake_one_engine(sites: Sites) -> None:
         assert 'memsaver_fleet_wakes_total{model="m"} 1.0' in http.get("/metrics").text
 
 
+def test_an_engine_that_cannot_be_woken_is_passed_over(sites: Sites) -> None:
+    """All requests for its model were refused, although another engine of it slept."""
+    members = [Member(name, sites[name].wire.url, model="m", gpus=(name,)) for name in "ab"]
+    with served(members) as http:
+        for failing in ("a", "b", "ab"):
+            http.post("/release_memory_occupation", json={"wake_on_request": True}).raise_for_status()
+            for name in failing:
+                sites[name].engine.memory.fail("resume", MemsaverError("no"))
+            answer = http.post("/v1/completions", json={"model": "m"})
+            if failing == "ab":
+                assert (answer.status_code, "was not woken" in answer.json()["message"]) == (503, True)
+            else:
+                assert answer.headers["x-memsaver-engine"] != failing
+            for site in sites.values():
+                site.engine.memory.heal()
+
+
 # -- clients of the contract ------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from memsaver_server.client.errors import (
     InvalidRequestError,
     OperationCancelledError,
 )
-from memsaver_server.fleet import Member
+from memsaver_server.fleet import Member, MemoryRecord
 from memsaver_server.reference.engine import TransformersEngine
 from tests.fleet.served_fleet import served
 from tests.waiting import wait_until
@@ -269,7 +269,8 @@ def test_a_coordinator_limits_it_as_aibrix_asks(client: Client, tmp_path: Path) 
     with served([Member("a", client.address, model="m")], audit_file=str(audit)) as fleet:
         for applied in (True, False):
             answer = fleet.post(path, json=asked).json()
-            assert [engine["body"]["kv_cache"]["bytes"] for engine in answer.pop("engines")] == [4 * PAGE]
+            (body,) = (engine["body"] for engine in answer.pop("engines"))
+            assert (body["kv_cache"] if applied else body)["bytes"] == 4 * PAGE
             named = {"model_name": "m", "operation_id": "límit-1"}
             assert answer == {"status": "success", **named, "applied": applied, "phase": "active"}
         operation = client.operations()[0]
@@ -288,12 +289,37 @@ def test_a_coordinator_limits_it_as_aibrix_asks(client: Client, tmp_path: Path) 
         counted = 'memsaver_fleet_operations_total{operation="resize",outcome="success"} 1.0'
         assert counted in fleet.get("/metrics").text
     lines = [json.loads(line) for line in audit.read_text().splitlines()]
-    assert [line["outcome"] for line in lines] == ["success", "idempotency_key_reused", "bad_request"]
+    assert [line["outcome"] for line in lines] == ["success", "bad_request"]
     assert (lines[0]["event"], lines[0]["operation_id"], lines[0]["origin"]) == ("resize", "límit-1", "caller")
     assert lines[0]["client"].startswith("127.0.0.1 python-httpx")
     assert lines[0]["engines"] == {"a": operation.operation_id}
     assert lines[0]["released_bytes"] == (PAGES - 4) * PAGE
     assert client.kv_cache().bytes == PAGES * PAGE
+
+
+def test_the_id_of_a_limit_is_its_request_after_a_restart_of_the_coordinator(client: Client, tmp_path: Path) -> None:
+    """A repeat was answered as applied, and audited; with another limit, an engine that had started anew did it."""
+    models, record = "/v1/runtime/models", MemoryRecord()
+    limit, sleep = {"model_name": "m", "operation_id": "one"}, {"model_name": "m", "operation_id": "two"}
+    members, audit = [Member("a", client.address, model="m")], tmp_path / "audit.log"
+    with served(members, record=record) as fleet:
+        assert fleet.post(f"{models}/kv-limit", json={**limit, "limit_bytes": 13 * MIB}).json()["applied"]
+        fleet.post(f"{models}/sleep", json=sleep).raise_for_status()
+        fleet.post(f"{models}/wake", json={"model_name": "m"}).raise_for_status()
+    with served(members, record=record, audit_file=str(audit)) as fleet:
+        known = [operation.operation_id for operation in client.operations()]
+        again = fleet.post(f"{models}/kv-limit", json={**limit, "limit_bytes": 13 * MIB}).json()
+        assert (again["status"], again["applied"]) == ("success", False)
+        for path, body, first in (
+            ("kv-limit", {**limit, "limit_bytes": 10 * MIB}, "resize one"),
+            ("sleep", limit, "resize one"),
+            ("kv-limit", {**sleep, "limit_bytes": 13 * MIB}, "release two"),
+        ):
+            refused = fleet.post(f"{models}/{path}", json=body)
+            assert (refused.status_code, first in refused.json()["message"]) == (422, True), refused.text
+        assert [operation.operation_id for operation in client.operations()] == known, "an engine was asked"
+    assert not audit.read_text()
+    client.resize_kv_cache(fraction=1.0)
 
 
 def test_growing_without_enough_memory_changes_nothing(client: Client) -> None:

@@ -31,16 +31,13 @@ async def call_each(
     path: str,
     body: Mapping[str, Any] | bytes | None,
     query: Mapping[str, Any] | None = None,
-    key: str = "",
 ) -> list[CallRow]:
-    """Return the row of each engine; one that ``observer`` finds silent meanwhile is waited for no longer. ``key`` is
-    the Idempotency-Key; empty: none."""
+    """Return the row of each engine; one that ``observer`` finds silent meanwhile is waited for no longer."""
     target = (f"{path}?{urlencode(query, doseq=True)}" if query else path).encode()
-    headers = [*_HEADERS, (b"idempotency-key", key.encode())] if key else _HEADERS
     content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
 
     async def ask(url: str, key: str | None) -> tuple[httpx.Response, bytes]:
-        answer = await (await upstreams.to(url, key)).send(method, target, headers, content)
+        answer = await (await upstreams.to(url, key)).send(method, target, _HEADERS, content)
         try:
             return answer, await answer.aread()
         finally:

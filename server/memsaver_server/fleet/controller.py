@@ -7,12 +7,10 @@ import platform
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from importlib import metadata
 from typing import Any
-from urllib.parse import quote
 
 from memsaver_core.contract import errors
 from memsaver_core.contract.requests import (
@@ -33,11 +31,12 @@ from memsaver_server.controller import Answer, Capability, EngineState, Models
 from memsaver_server.fleet import results
 from memsaver_server.fleet.broadcast import answer_of, call_each
 from memsaver_server.fleet.fleet import AsyncFleet
+from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import MembershipError
 from memsaver_server.fleet.metrics import FleetMetrics
 from memsaver_server.fleet.observer import Observer
 from memsaver_server.fleet.operation import FleetOperation
-from memsaver_server.fleet.record import RecordError
+from memsaver_server.fleet.record import Known, Outcome, RecordError
 from memsaver_server.fleet.seen import occupation, total
 from memsaver_server.fleet.turns.options import TurnOptions
 from memsaver_server.fleet.turns.proxy import Proxy
@@ -45,7 +44,7 @@ from memsaver_server.fleet.turns.turns import Turns
 from memsaver_server.fleet.turns.upstream import Upstreams
 from memsaver_server.log_output import relay
 from memsaver_server.metrics import CallerFigures
-from memsaver_server.operation.history import MAX_KEPT, History
+from memsaver_server.operation.history import History
 from memsaver_server.settings import Settings
 
 #: Who asks for the operations of the turns.
@@ -95,7 +94,7 @@ class FleetController:
         fleet.history = History(settings.history)
         fleet.around, fleet.on_ended = self._around, self._record
         self._kept: list[asyncio.Task[None]] = []
-        self._resizes: deque[str] = deque(maxlen=MAX_KEPT)  # operations of engines that were audited
+        self._limits = Locks()  # of engines whose KV cache is limited: a repeat waits for the first
 
     async def start(self) -> None:
         """Look at the engines, and keep them as they are wanted from now on."""
@@ -124,7 +123,7 @@ class FleetController:
         if named is not None:
             name, noun = ("operation_id", "id") if asked.operation_id else ("Idempotency-Key", "key")
             try:
-                await self._fleet.check(asked, named, f"{name} {asked.operation_id or key!r}", noun)
+                await self._fleet.check(asked.digest(), named, f"{name} {asked.operation_id or key!r}", noun)
             except RecordError as error:
                 raise _public(error) from None
         return self._start(asked, client, named)
@@ -353,23 +352,39 @@ class FleetController:
     async def limit_kv_cache(
         self, selected: Fields, limit_bytes: int, operation_id: str, client: str
     ) -> tuple[Answer, bool]:
-        """Resize the KV cache of each selected engine, each by itself and once under an id; return whether one has
-        changed by this call, too. Unless it is a repeat, it is counted and audited, with the engines' operations."""
-        at, key = time.time(), quote(operation_id, safe=":")
-        answer = await self._call(selected, "KV cache resized", "POST", "/kv_cache", {"bytes": limit_bytes}, key=key)
+        """Resize the KV cache of each selected engine, each by itself; return whether that has changed one, too. It is
+        counted and audited, with the engines' operations. A repeat of what has succeeded lists the engines."""
+        names = {engine.name for engine in self._engines_of(selected)}
+        digest, named = f"resize to {limit_bytes} of {selected.model_dump_json()}", f"operation_id {operation_id!r}"
+        async with self._limits.held(names):
+            try:
+                known = await self._fleet.check(digest, operation_id, named, "id")
+                if known is not None and known.outcome == "succeeded":
+                    return await self._call(selected, "KV cache resized before", "GET", "/kv_cache"), False
+                known = Known(digest=digest, verb="resize", outcome="begun", at=time.time())
+                await self._fleet.note(operation_id, known)
+            except RecordError as error:
+                raise _public(error) from None
+            answer = await self._call(selected, "KV cache resized", "POST", "/kv_cache", {"bytes": limit_bytes})
+            outcome: Outcome = "failed" if "error" in answer.body else "succeeded"
+            with suppress(RecordError):  # a repeat is carried out again, and finds it done
+                await self._fleet.note(operation_id, known.model_copy(update={"outcome": outcome, "at": time.time()}))
+        return answer, self._resized(answer, operation_id, client, known.at)
+
+    def _resized(self, answer: Answer, operation_id: str, client: str, at: float) -> bool:
+        """Count and audit a resize that began ``at``, seconds since the epoch; return whether it changed an engine."""
         bodies = {row["name"]: row["body"] if isinstance(row["body"], dict) else {} for row in answer.body["engines"]}
+        moved = {
+            size: sum(body.get(size, 0) for body in bodies.values()) for size in ("released_bytes", "resumed_bytes")
+        }
+        error = answer.body.get("error", {})
+        outcome = error.get("type", "success")
+        self._metrics.operations["resize", outcome] += 1
+        about = {"event": "resize", "operation_id": operation_id, "client": client, "tags": ["kv_cache"]}
+        ended = {"outcome": outcome, "error": error.get("message"), "created_at": at, "seconds": time.time() - at}
         operations = {name: body.get("operation_id") for name, body in bodies.items()}
-        new = [body for name, body in bodies.items() if operations[name] not in self._resizes]
-        moved = {size: sum(body.get(size, 0) for body in new) for size in ("released_bytes", "resumed_bytes")}
-        if new:
-            self._resizes.extend(filter(None, operations.values()))
-            error = answer.body.get("error", {})
-            outcome = error.get("type", "success")
-            self._metrics.operations["resize", outcome] += 1
-            about = {"event": "resize", "operation_id": operation_id, "client": client, "tags": ["kv_cache"]}
-            ended = {"outcome": outcome, "error": error.get("message"), "created_at": at, "seconds": time.time() - at}
-            self._audit.write({**about, **ended, **moved, "origin": "caller", "engines": operations})
-        return answer, any(moved.values())
+        self._audit.write({**about, **ended, **moved, "origin": "caller", "engines": operations})
+        return any(moved.values())
 
     async def flush(self, selected: Fields) -> Answer:
         return await self._call(selected, "Cache flushed", "POST", "/flush_cache")
@@ -396,12 +411,11 @@ class FleetController:
         path: str,
         body: dict[str, Any] | bytes | None = None,
         query: dict[str, Any] | None = None,
-        key: str = "",
     ) -> Answer:
         """Send the same call to every selected engine; return the answer that lists theirs, and says ``done`` if all
         succeed. Raises FleetUnknownError if the members cannot be read, NotFoundError if no engine is selected."""
         engines = self._engines_of(selected)
-        rows = await call_each(engines, self._upstreams, self._observer, method, path, body, query, key)
+        rows = await call_each(engines, self._upstreams, self._observer, method, path, body, query)
         await self._observer.look([row.name for row in rows])
         return answer_of(rows, done)
 

@@ -118,7 +118,7 @@ class Execution:
             self._operation.how = "done"
             await self._confirm()
             # If all engines are otherwise by now, another coordinator has undone it.
-            await self._end(*([] if all(part.failure for part in self._parts) else [self._wish]))
+            await self._end(None if all(part.failure for part in self._parts) else self._wish)
 
     async def undo(self) -> None:
         """Have every engine as before: abort what is prepared, move back what was moved."""
@@ -128,7 +128,7 @@ class Execution:
             await self._note("rolling_back")
         await asyncio.gather(*map(self._undo_one, self._parts))
         await self._look()
-        await self._end(*self._wishes_for_the_rest())
+        await self._end(rest=await self._wishes_for_the_rest())
 
     # -- prepare and abort ---------------------------------------------------------------------------------------------
 
@@ -250,11 +250,7 @@ class Execution:
         request = self._request
         if request.operation == "release":
             return {"wait": True, "wait_for_memory_s": self._timeout_s}
-        kept = {tag.tag for tag in part.before.tags if tag.backed_up_bytes} if part.before else set()
-        wanted: tuple[Wanted, ...] = ()  # if the record cannot be read: what the regions' own policies say
-        with suppress(RecordError):
-            wanted = (await self._keeper.load()).wanted
-        wishes = wishes_for(part.member, wanted)
+        wishes = await self._wishes_for(part)  # none: what the regions' own policies say
         options: dict[str, Any] = {}
         restore: dict[str, str] = {}
         for tag in part.after.tags if part.after else ():
@@ -262,7 +258,7 @@ class Execution:
             given = wish.options if tag.tag in tags and wish is not None and wish.state == "released" else {}
             options |= given
             policy = given.get("restore", {}).get(tag.tag, "")
-            if tag.tag in kept & set(tags) and not keeps_all(policy or tag.restore):
+            if tag.tag in part.kept and tag.tag in tags and not keeps_all(policy or tag.restore):
                 policy = "host"
             if policy and (keeps_all(policy) or tag.content == "lost"):
                 restore[tag.tag] = policy
@@ -280,15 +276,24 @@ class Execution:
     async def _look(self) -> None:
         await asyncio.gather(*(part.look() for part in self._parts))
 
-    def _wishes_for_the_rest(self) -> list[Wanted]:
-        """Return what a reconciler is to do on engines that could not be undone, or do not answer."""
+    async def _wishes_for(self, part: Part) -> dict[str | None, Wanted]:
+        """Return the wish that counts for each tag of an engine; none if the record cannot be read."""
+        with suppress(RecordError):
+            return wishes_for(part.member, (await self._keeper.load()).wanted)
+        return {}
+
+    async def _wishes_for_the_rest(self) -> list[Wanted]:
+        """Return what a reconciler is to do on engines that could not be undone, or do not answer, unless it is wanted
+        already: until asked, or with these options."""
         verb = self._request.operation
         back = self._wish.model_copy(update={"state": STATES[OPPOSITE[verb]], "options": {}, "until_asked": False})
-        return [
-            back.model_copy(update={"selector": Selector(names=(part.member.name,)), "tags": part.tags})
-            for part in self._parts
-            if part.tags and part.is_stray(verb)
-        ]
+        rest: list[Wanted] = []
+        for part in (part for part in self._parts if part.is_stray(verb)):
+            wishes = await self._wishes_for(part)
+            now = {tag: wishes.get(tag, wishes.get(None)) for tag in part.tags}
+            if tags := tuple(tag for tag, wish in now.items() if wish is None or wish.state != back.state):
+                rest.append(back.model_copy(update={"selector": Selector(names=(part.member.name,)), "tags": tags}))
+        return rest
 
     # -- the record ----------------------------------------------------------------------------------------------------
 
@@ -299,13 +304,13 @@ class Execution:
         await self._keeper.running(self._id, running)
         self._noted = self._key
 
-    async def _end(self, *wishes: Wanted) -> None:
+    async def _end(self, wish: Wanted | None = None, rest: Iterable[Wanted] = ()) -> None:
         is_done = self._operation.how in ("done", "each") and not _failed(self._parts)
         outcome: Outcome = "succeeded" if is_done else "failed"
         if self._operation.how == "aborted" and self._operation.given_up.is_set():
             outcome = "cancelled"
         try:
-            await self._keeper.ended(self._id, self._operation.known(outcome), *wishes, prepared_by=self._noted)
+            await self._keeper.ended(self._id, self._operation.known(outcome), wish, rest, self._noted)
         except RecordError:
             # The engines are the truth, and the keeper writes it later.
             logger.exception("fleet operation %s has ended, but could not be recorded", self._id)

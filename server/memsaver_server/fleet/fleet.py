@@ -35,7 +35,7 @@ from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.outcome import result_of
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.reconciler import Reconciler
-from memsaver_server.fleet.record import Keeper, MemoryRecord, Record, RecordError, Running, Wanted
+from memsaver_server.fleet.record import Keeper, Known, MemoryRecord, Record, RecordContent, RecordError, Running
 from memsaver_server.fleet.results import (
     EngineResult,
     FleetError,
@@ -158,15 +158,15 @@ class AsyncFleet:
         running.given_up.set()
         return await running.outcome()
 
-    async def wanted(self) -> tuple[Wanted, ...]:
-        """Return what is wanted of the engines. Raises RecordError."""
-        return (await self._keeper.load()).wanted
+    async def record(self) -> RecordContent:
+        """Return what is wanted of the engines, and demanded of their weights. Raises RecordError."""
+        return await self._keeper.load()
 
     async def status(self, selector: Selector | None = None) -> FleetStatus:
         """Return what every selected engine is now, those that do not answer included."""
         parts = await self.roster.parts(selector or Selector())
-        wanted = await self.wanted()
-        return FleetStatus.of([part.status(wanted) for part in parts], wanted, self.progress)
+        record = await self.record()
+        return FleetStatus.of([part.status(record) for part in parts], record, self.progress)
 
     @property
     def progress(self) -> FleetProgress | None:
@@ -249,22 +249,28 @@ class AsyncFleet:
     async def run(self, asked: AskedOfFleet) -> FleetResult:
         asked = asked.resolved(DEFAULT_TIMEOUT_S)
         named = asked.operation_id or ""
-        await self.check(asked, named, f"operation_id {named!r}", "id")
+        await self.check(asked.digest(), named, f"operation_id {named!r}", "id")
         operation = self.known(asked, named) or self.start(FleetOperation.of(asked, named, self._coordinator.name))
         return await operation.outcome()
 
-    async def check(self, asked: AskedOfFleet, operation_id: str, name: str, noun: str) -> None:
-        """Raise IdempotencyKeyError if an id, which it calls ``name``, a ``noun``, stands for another request than
-        ``asked``, or RecordError if the record cannot be read."""
+    async def check(self, digest: str, operation_id: str, name: str, noun: str) -> Known | None:
+        """Return what the record has of an id. Raises IdempotencyKeyError if the id, which it calls ``name``, a
+        ``noun``, stands for another request than that of ``digest``, or RecordError if the record cannot be read."""
         if not operation_id:
-            return
+            return None
         record = await self._keeper.load()
-        first = record.first(operation_id, asked.digest())
+        first = record.first(operation_id, digest)
         running = self.history.get(operation_id)
-        if running is not None and not running.has_ended and running.digest != asked.digest():
+        if running is not None and not running.has_ended and running.digest != digest:
             first = f"{running.request.operation} {operation_id}"
         if first:
             raise reused(name, first, noun)
+        return record.known(operation_id)
+
+    async def note(self, operation_id: str, known: Known) -> None:
+        """Record what an id stands for that is not of a release or resume. Raises RecordError: it is as before."""
+        if operation_id:
+            await self._keeper.begun(operation_id, known, None)
 
     def known(self, asked: AskedOfFleet, operation_id: str) -> FleetOperation | None:
         """Return the operation of this id if it answers the request, too."""
@@ -374,7 +380,7 @@ class AsyncFleet:
             for name, prepared in left.engines.items():
                 member = await self.roster.find(name, prepared.url)
                 part = Part(member, self.roster.connection(member))
-                part.operation_id, part.tags = prepared.operation_id, prepared.tags
+                part.operation_id, part.tags, part.kept = prepared.operation_id, prepared.tags, prepared.kept
                 operation.parts.append(part)
             execution = self._execution(operation)
             end = {"preparing": execution.abandon, "committing": execution.commit, "rolling_back": execution.undo}

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from memsaver_server import clock
 from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.members import Member, MembershipError
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.record import RecordError, Wanted
+from memsaver_server.fleet.record import RecordContent, RecordError
 from memsaver_server.fleet.results import EngineStatus, FleetStatus
 
 logger = logging.getLogger("memsaver")
@@ -38,8 +38,9 @@ class Observer:
         self._seen = seen
         self._looking: asyncio.Task[None] | None = None
         self._took_s = 0.0
+        self._record = RecordContent()
         self._engines: dict[str, tuple[float, EngineStatus]] = {}  # with the beginning of the look that saw it
-        self.status = FleetStatus(state="", engines=[], wanted=[])
+        self.status = FleetStatus(state="", engines=[], wanted=[], demands=[])
         self.members: dict[str, Member] = {}
         self.keys: dict[str, str | None] = {}  # of the engines, by name
         self.trouble = "the engines have not been asked yet"  # why the fleet cannot be looked at; empty if it can
@@ -60,14 +61,14 @@ class Observer:
         began = clock.monotonic()
         try:
             self.members = {member.name: member for member in await self._roster.members()}
-            wanted = await self._fleet.wanted()
+            self._record = await self._fleet.record()
             named = set(names or ())
             near = {each: self.members[each] for each in self.members if names is None or each in self._near(named)}
             asks = [(member, *self._roster.asking(member, anew=name in named)) for name, member in near.items()]
             await self._roster.until_answered((member, ask) for member, _, ask in asks)
             for _, at, ask in asks:
                 if ask.done():
-                    self._take(wanted, at, ask)
+                    self._take(at, ask)
                 else:
                     ask.add_done_callback(partial(self._late, at))
         except (MembershipError, RecordError) as error:
@@ -78,7 +79,7 @@ class Observer:
             return
         self.trouble = ""
         self._took_s = clock.monotonic() - began
-        self._show(wanted)
+        self._show()
         if names is None:
             self.readings.append({"at": time.time(), "used_bytes": {0: _used_bytes(self.status)}})
 
@@ -97,19 +98,19 @@ class Observer:
             await self.look()
             await asyncio.sleep(max(INTERVAL_S, (SHARE - 1) * self._took_s))
 
-    def _take(self, wanted: Sequence[Wanted], at: float, ask: asyncio.Task[Part]) -> None:
+    def _take(self, at: float, ask: asyncio.Task[Part]) -> None:
         """Note what a look at one engine has found, unless one that began later has noted it."""
         if not ask.cancelled():
             part = ask.result()
             name = part.member.name
             if name not in self._engines or self._engines[name][0] <= at:
-                self._engines[name] = at, part.status(wanted)
+                self._engines[name] = at, part.status(self._record)
 
     def _late(self, at: float, ask: asyncio.Task[Part]) -> None:
-        self._take(self.status.wanted, at, ask)
-        self._show(self.status.wanted)
+        self._take(at, ask)
+        self._show()
 
-    def _show(self, wanted: Iterable[Wanted]) -> None:
+    def _show(self) -> None:
         """Have all readers know what was seen."""
         # Drops those that have left, or have another address now: keys are sent to that alone.
         for name, (_, seen) in list(self._engines.items()):
@@ -120,10 +121,10 @@ class Observer:
         engines = [
             self._engines[each.name][1]
             if each.name in self._engines
-            else EngineStatus.of(each, None, "it has not answered yet")
+            else EngineStatus.of(each, None, "it has not answered yet", self._record)
             for each in self._roster.one_each(self.members.values())
         ]
-        self.status = FleetStatus.of(engines, wanted, self._fleet.progress)
+        self.status = FleetStatus.of(engines, self._record, self._fleet.progress)
         self._seen(self.status)
 
     def _near(self, names: set[str]) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from memsaver_core.contract.status import OccupationAnswer
 from memsaver_server import clock
 from memsaver_server.fleet.connection import Connection, EngineFailure
 from memsaver_server.fleet.members import Member
-from memsaver_server.fleet.record import Prepared, Wanted
+from memsaver_server.fleet.record import Prepared, RecordContent
 from memsaver_server.fleet.results import EngineResult, EngineStatus, state_of
 
 
@@ -28,6 +28,7 @@ class Part:
     operation_id: str = ""  # its own operation, as soon as that is known
     asked: bool = False  # a prepare was sent, so that the engine may be prepared
     tags: tuple[str, ...] = ()  # those that its operation moves
+    kept: tuple[str, ...] = ()  # those whose content was kept before
     answer: OperationAnswer | None = None
     phase: str = ""  # the stage in which it failed
     failure: EngineFailure | None = None
@@ -56,12 +57,13 @@ class Part:
         """Note that it is prepared until ``lease_ends``, on the monotonic clock."""
         self.stage, self.operation_id = "prepared", answer.operation_id
         self.tags = tuple(tag.tag for tag in answer.tags if tag.bytes)
+        self.kept = tuple(tag.tag for tag in self.before.tags if tag.backed_up_bytes) if self.before else ()
         self._lease_ends = lease_ends
 
     def as_prepared(self) -> Prepared:
         """Return what the record keeps of it."""
-        member = self.member
-        return Prepared(url=member.url, operation_id=self.operation_id, tags=self.tags, gpus=member.gpus)
+        url, gpus = self.member.url, self.member.gpus
+        return Prepared(url=url, operation_id=self.operation_id, tags=self.tags, kept=self.kept, gpus=gpus)
 
     def lease_left(self) -> float:
         """Seconds for which it surely stays prepared."""
@@ -124,8 +126,8 @@ class Part:
         """Return the tags whose content the operation has lost."""
         return tuple(tag.tag for tag in self.after.tags if tag.content == "lost") if self.after else ()
 
-    def status(self, wanted: Sequence[Wanted]) -> EngineStatus:
-        return EngineStatus.of(self.member, self.before, self.failure, wanted)
+    def status(self, record: RecordContent) -> EngineStatus:
+        return EngineStatus.of(self.member, self.before, self.failure, record)
 
     def result(self, *, undone: bool) -> EngineResult:
         """Return the row of the answer; ``undone``: the operation as a whole was given up."""

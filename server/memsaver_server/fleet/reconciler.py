@@ -13,7 +13,7 @@ from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import Member, MembershipError
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part, unlike
-from memsaver_server.fleet.record import VERBS, Keeper, RecordError, Wanted, wishes_for
+from memsaver_server.fleet.record import VERBS, Keeper, RecordContent, RecordError, Wanted, version_for, wishes_for
 from memsaver_server.fleet.results import EngineResult, FleetResult
 from memsaver_server.fleet.roster import Roster
 from memsaver_server.fleet.watching import Hub
@@ -89,31 +89,32 @@ class Reconciler:
         """See ``AsyncFleet.reconcile``. Raises MembershipError or RecordError if the members or the record cannot be
         read: nothing was done."""
         members = [each for each in await self._roster.members() if each.name not in self._busy]
-        wanted = (await self._keeper.load()).wanted
-        results = await asyncio.gather(*(self._bring(member, wanted) for member in members))
+        record = await self._keeper.load()
+        results = await asyncio.gather(*(self._bring(member, record) for member in members))
         for of_engines in (self._troubles, self._failed):
             for name in of_engines.keys() - self._busy - {member.name for member in members}:
                 del of_engines[name]
         return [result for each in results for result in each]
 
-    async def _bring(self, member: Member, wanted: tuple[Wanted, ...]) -> list[EngineResult]:
+    async def _bring(self, member: Member, record: RecordContent) -> list[EngineResult]:
         """Bring one engine to what is wanted; return what was done."""
         self._busy.add(member.name)
         try:
             part = await self._roster.asked(member)
-            if part.failure is None and not _steps(part, wanted) and (excluded := part.status(wanted).error):
+            if part.failure is None and not _steps(part, record.wanted) and (excluded := part.status(record).error):
                 part.after = part.before
                 part.fail("reconciling", EngineFailure("wrong_weights_version", excluded))
-            if part.failure is not None or self._has_rival(part) or not _steps(part, wanted):
+            if part.failure is not None or self._has_rival(part) or not _steps(part, record.wanted):
                 self._report(part)  # else a step does, which may fail again
                 return [part.result(undone=False)] if part.failure is not None else []
             async with self._locks.held(part.locks):  # an operation may have moved it, or changed what is wanted
-                part, wanted = await self._roster.asked(member), (await self._keeper.load()).wanted
-                return [await self._step(part, wish, tags) for wish, tags in _steps(part, wanted)]
+                part, record = await self._roster.asked(member), await self._keeper.load()
+                demanded = version_for(member, record.demands)
+                return [await self._step(part, *step, demanded) for step in _steps(part, record.wanted)]
         finally:
             self._busy.discard(member.name)
 
-    async def _step(self, part: Part, wish: Wanted, tags: tuple[str, ...]) -> EngineResult:
+    async def _step(self, part: Part, wish: Wanted, tags: tuple[str, ...], demanded: str | None) -> EngineResult:
         name, verb = part.member.name, VERBS[wish.state]
         of = f" of {wish.client}" if wish.client else ""
         cause = f"wanted {wish.state} since operation {wish.operation_id}{of}"
@@ -123,7 +124,10 @@ class Reconciler:
         operation_id = failed.id if failed is not None and failed.request.operation == verb else ""
         operation = FleetOperation.of(asked, operation_id, self._coordinator.name, "reconciler", cause)
         operation.parts = [Part(part.member, part.connection)]
-        (result,) = (await self._perform(operation, {"tags": list(tags), **wish.options})).engines
+        demands = {}
+        if verb == "resume" and demanded != wish.options.get("weights_version"):  # another operation decides now
+            demands = {"weights_version": demanded}
+        (result,) = (await self._perform(operation, {"tags": list(tags), **wish.options, **demands})).engines
         self._report(operation.parts[0])
         if result.success:
             logger.warning("engine %s was not as wanted: %s of %s, %s", name, verb, ", ".join(tags), cause)

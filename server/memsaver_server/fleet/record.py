@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 from pydantic import ValidationError
 
 from memsaver_core.contract.model import Model
+from memsaver_core.contract.phases import OperationName
 from memsaver_core.contract.requests import ASKED_OF_FLEET, STATES, AskedOfFleet, Described, Selector, Verb
 from memsaver_server.operation.history import KEPT_S, MAX_KEPT
 from memsaver_server.wrong_fields import wrong_fields
@@ -70,21 +71,31 @@ class Wanted(Model):
         return model(selector=self.selector, tags=self.tags or (), **known)
 
 
+class Demand(Model):
+    """What callers demand of the weights of engines that serve. The last one that concerns an engine counts."""
+
+    selector: Selector
+    version: str | None  # which an update must have named; None: any
+    operation_id: str  # the fleet's operation that demands it
+
+
 class Known(Model):
     """What the id of an operation stands for."""
 
     digest: str  # of its request; empty if nobody can name it: it is the coordinator's own
-    verb: Verb
+    verb: OperationName
     outcome: Outcome  # ``begun``: one in mode ``best_effort`` whose coordinator ended first; a repeat carries it out
     at: float  # seconds since the epoch
 
 
 class Prepared(Model):
-    """What one engine has prepared: its own operation, empty until it is known, and the tags that this moves."""
+    """What one engine has prepared: its own operation, empty until it is known, the tags that this moves, and those
+    whose content was kept before."""
 
     url: str
     operation_id: str = ""
     tags: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()  # UUIDs of those that it uses
 
 
@@ -109,6 +120,7 @@ class RecordContent(Model):
 
     version: Literal[1] = 1
     wanted: tuple[Wanted, ...] = ()
+    demands: tuple[Demand, ...] = ()
     running: Mapping[str, Running] = {}
     ids: Mapping[str, Known] = {}
 
@@ -132,17 +144,21 @@ class RecordContent(Model):
             return f"{VERBS[running.wanted.state]} {operation_id}"
         return ""
 
-    def noting(self, operation_id: str, known: Known, *wishes: Wanted) -> RecordContent:
-        """Return the record in which an operation does not run, and its id and its wishes are known. Ids that are too
-        old or too many, and wishes that the new ones make void, are not in it."""
+    def noting(
+        self, operation_id: str, known: Known, wish: Wanted | None = None, rest: Iterable[Wanted] = ()
+    ) -> RecordContent:
+        """Return the record in which an operation does not run, and its id is known, its ``wish`` if that counts, and
+        the ``rest`` of what its undo could not do. Ids that are too old or too many, and what the new wishes make void,
+        are not in it."""
         running = {key: each for key, each in self.running.items() if key != operation_id}
         ids, wanted = self.ids, self.wanted
         if known.digest:
             kept = [(key, each) for key, each in ids.items() if each.at > known.at - KEPT_S and key != operation_id]
             ids = dict([*kept, (operation_id, known)][-MAX_KEPT:])
-        for wish in wishes:
-            wanted = (*(old for old in wanted if not _covers(wish, old)), wish)
-        return self.model_copy(update={"running": running, "ids": ids, "wanted": wanted})
+        for new in (*([] if wish is None else [wish]), *rest):
+            wanted = (*(old for old in wanted if not _covers(new, old)), new)
+        demands = self.demands if wish is None else _demands_after(wish, self.demands)
+        return self.model_copy(update={"running": running, "ids": ids, "wanted": wanted, "demands": demands})
 
 
 class Record(Protocol):
@@ -221,8 +237,8 @@ class FileRecord:
 
 
 def _covers(new: Wanted, old: Wanted) -> bool:
-    """Return whether ``new`` leaves nothing of ``old``. What is released until asked leaves the version demanded."""
-    selected = new.selector in (Selector(), old.selector) and (old.until_asked or not new.until_asked)
+    """Return whether ``new`` leaves nothing of ``old``."""
+    selected = new.selector in (Selector(), old.selector)
     return selected and (new.tags is None or (old.tags is not None and set(old.tags) <= set(new.tags)))
 
 
@@ -235,16 +251,20 @@ def wishes_for(member: Described, wanted: Iterable[Wanted]) -> dict[str | None, 
     return found
 
 
-def version_for(member: Described, wanted: Iterable[Wanted]) -> str | None:
-    """Return the version that the weights of an engine must have to serve: of the last resume that names one, unless
-    the weights were resumed or released without one since."""
-    version = None
-    for wish in wanted:
-        named = wish.options.get("weights_version")
-        decides = named or wish.tags is None or "weights" in wish.tags
-        if decides and not wish.until_asked and wish.selector.matches(member):
-            version = named
-    return version
+def _demands_after(wish: Wanted, demands: tuple[Demand, ...]) -> tuple[Demand, ...]:
+    """Return what is demanded once ``wish`` is carried out. One that names no version ends demands if it is about the
+    weights; what is released until asked, or resumed for a request, changes nothing."""
+    version = wish.options.get("weights_version")
+    if wish.until_asked or not (version or wish.tags is None or "weights" in wish.tags):
+        return demands
+    kept = tuple(old for old in demands if wish.selector not in (Selector(), old.selector))
+    new = Demand(selector=wish.selector, version=version, operation_id=wish.operation_id)
+    return (*kept, new) if version or kept else ()
+
+
+def version_for(member: Described, demands: Sequence[Demand]) -> str | None:
+    """Return the version that the weights of an engine must have to serve; None: any."""
+    return next((each.version for each in reversed(demands) if each.selector.matches(member)), None)
 
 
 _Change = Callable[[RecordContent], RecordContent]
@@ -273,19 +293,22 @@ class Keeper:
     async def running(self, operation_id: str, running: Running) -> None:
         await self._change(lambda old: old.model_copy(update={"running": {**old.running, operation_id: running}}))
 
-    async def begun(self, operation_id: str, known: Known, wish: Wanted) -> None:
+    async def begun(self, operation_id: str, known: Known, wish: Wanted | None) -> None:
         """Note what an operation that begins is to leave. Unlike an end, nothing of it counts if it is not written."""
         await self._change(lambda old: old.noting(operation_id, known, wish))
 
-    async def ended(self, operation_id: str, known: Known, *wishes: Wanted, prepared_by: str = "") -> None:
-        """Note that an operation has ended, what its id stands for, and what is wanted from now on. One that was noted
-        as running, ``prepared_by`` this key, and that another coordinator has ended since, changes nothing."""
+    async def ended(
+        self, operation_id: str, known: Known, wish: Wanted | None, rest: Iterable[Wanted], prepared_by: str
+    ) -> None:
+        """Note that an operation has ended, what its id stands for, and what is wanted from now on, as
+        ``RecordContent.noting``. One that was noted as running, ``prepared_by`` this key, and that another coordinator
+        has ended since, changes nothing."""
 
         def change(content: RecordContent) -> RecordContent:
             running = content.running.get(operation_id)
             if prepared_by and (running is None or running.key != prepared_by):
                 return content
-            return content.noting(operation_id, known, *wishes)
+            return content.noting(operation_id, known, wish, rest)
 
         try:
             await self._change(change)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Mapping, Sized
 from typing import Any, Literal
 
 from pydantic import Field
@@ -13,7 +13,7 @@ from memsaver_core.contract.requests import FleetMode, Selector
 from memsaver_core.contract.status import EngineRow as EngineRow
 from memsaver_core.contract.status import FleetOccupation, MemberRow, OccupationAnswer
 from memsaver_server.fleet.members import Member
-from memsaver_server.fleet.record import Wanted, version_for, wishes_for
+from memsaver_server.fleet.record import Demand, RecordContent, Wanted, version_for, wishes_for
 
 #: Who began an operation: a caller, the models that take turns, or the reconciler.
 Origin = Literal["caller", "turns", "reconciler"]
@@ -108,9 +108,9 @@ class EngineStatus(MemberRow):
 
     @classmethod
     def of(
-        cls, member: Member, occupation: OccupationAnswer | None, error: object, wanted: Sequence[Wanted] = ()
+        cls, member: Member, occupation: OccupationAnswer | None, error: object, record: RecordContent
     ) -> EngineStatus:
-        demanded = version_for(member, wanted)
+        demanded = version_for(member, record.demands)
         if occupation is not None and demanded not in (None, occupation.weights_version):
             held = f"are of version {occupation.weights_version!r}" if occupation.weights_version else "have no version"
             error = f"it serves no request: its weights {held}, and a resume demanded {demanded!r}; update or resume it"
@@ -118,7 +118,7 @@ class EngineStatus(MemberRow):
             **{name: getattr(member, name) for name in MemberRow.model_fields if name != "alive"},
             alive=occupation is not None,
             state=state_of(occupation) if occupation is not None else "unknown",
-            wanted=common(wish.state for wish in wishes_for(member, wanted).values()),
+            wanted=common(wish.state for wish in wishes_for(member, record.wanted).values()),
             error=str(error or ""),
             occupation=occupation,
         )
@@ -142,12 +142,14 @@ class FleetStatus(Model):
     state: str
     engines: list[EngineStatus]
     wanted: list[Wanted]
+    demands: list[Demand]
     progress: FleetProgress | None = None
 
     @classmethod
-    def of(cls, engines: list[EngineStatus], wanted: Iterable[Wanted], progress: FleetProgress | None) -> FleetStatus:
+    def of(cls, engines: list[EngineStatus], record: RecordContent, progress: FleetProgress | None) -> FleetStatus:
         state = common(engine.state for engine in engines if engine.alive)
-        return cls(state=state, engines=engines, wanted=list(wanted), progress=progress)
+        wanted, demands = list(record.wanted), list(record.demands)
+        return cls(state=state, engines=engines, wanted=wanted, demands=demands, progress=progress)
 
 
 class FleetEvent(Model):

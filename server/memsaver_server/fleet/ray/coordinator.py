@@ -18,6 +18,7 @@ from memsaver_server.fleet.ray.cluster import NAMESPACE
 from memsaver_server.fleet.ray.membership import RayMembership
 from memsaver_server.fleet.ray.record import RayRecord
 from memsaver_server.fleet.ray.registry import coordinator_name
+from memsaver_server.fleet.record import RecordContent
 from memsaver_server.fleet.results import (
     EngineResult,
     EngineStatus,
@@ -51,7 +52,7 @@ class Coordinator:
     async def status(self, selector: Selector | None) -> FleetStatus:
         status = await self._fleet.status(selector)
         deaths = self._membership.deaths(selector)
-        dead = [EngineStatus.of(each.member, None, f"its actor died: {each.cause}") for each in deaths]
+        dead = [EngineStatus.of(each.member, None, f"its actor died: {each.cause}", RecordContent()) for each in deaths]
         return status.model_copy(update={"engines": [*status.engines, *dead]})
 
     async def cancel(self, operation_id: str) -> FleetResult:

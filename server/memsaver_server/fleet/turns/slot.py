@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from memsaver_server import clock
-from memsaver_server.fleet.record import Wanted, version_for, wishes_for
+from memsaver_server.fleet.record import Demand, Wanted, version_for, wishes_for
 from memsaver_server.fleet.results import EngineStatus
 
 #: ``awake``: it accepts requests; ``asleep``: released, a request may wake it; ``kept``: released by a caller, who will
@@ -50,9 +50,9 @@ class Slot:
         self.state, self.extra, self.not_before = "awake", 0, 0.0
         self.awake_since = self.last_used = clock.monotonic()
 
-    def update(self, status: EngineStatus, wanted: Sequence[Wanted]) -> None:
+    def update(self, status: EngineStatus, wanted: Sequence[Wanted], demands: Sequence[Demand]) -> None:
         self.url, self.model, self.gpus = status.url, status.model, status.gpus
-        self.weights_version = version_for(status, wanted)
+        self.weights_version = version_for(status, demands)
         now = status.occupation
         self.free = {}
         if now is not None:

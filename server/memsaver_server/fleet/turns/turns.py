@@ -49,6 +49,7 @@ class Line:
     def __init__(self) -> None:
         self.looked = False  # its engines were looked at since somebody waits, so that what is free is known
         self.short_since: float | None = None  # when no engine would fit, on the monotonic clock; None: one would
+        self.tried: set[str] = set()  # engines that could not be woken for it
         self._waiting: deque[tuple[float, asyncio.Future[Slot]]] = deque()
 
     def __len__(self) -> int:
@@ -64,7 +65,7 @@ class Line:
         turn: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         entry = clock.monotonic(), turn
         if not self._waiting:
-            self.looked, self.short_since = False, None
+            self.looked, self.short_since, self.tried = False, None, set()
         self._waiting.append(entry)
         turn.add_done_callback(lambda _: self._leave(entry))
         return turn
@@ -178,7 +179,7 @@ class Turns:
 
     def update(self, status: FleetStatus) -> None:
         for engine in status.engines:
-            self._slots.setdefault(engine.name, Slot(engine.name)).update(engine, status.wanted)
+            self._slots.setdefault(engine.name, Slot(engine.name)).update(engine, status.wanted, status.demands)
         for name in self._slots.keys() - {engine.name for engine in status.engines}:
             del self._slots[name]
         self._schedule()
@@ -235,7 +236,8 @@ class Turns:
                 claimed.update(slot.gpus)
             return
         line.short_since = None
-        slot = min(fits, key=lambda one: (len(fits[one]), max((each.last_used for each in fits[one]), default=0.0)))
+        used = {one: max((each.last_used for each in chosen), default=0.0) for one, chosen in fits.items()}
+        slot = min(fits, key=lambda one: (one.name in line.tried, len(fits[one]), used[one]))
         claimed.update(slot.gpus)
         self._claim(slot, fits[slot])
 
@@ -328,11 +330,19 @@ class Turns:
             slot.woken()
             self.wakes[slot.model] = self.wakes.get(slot.model, 0) + 1
             return
+        error = NoTurnError(f"{slot.name} was not woken: {result.message}")
         if any(engine.kind == "out_of_device_memory" for engine in result.failed):
             slot.extra += 1  # others hold more than was thought: one more makes room
-        else:
-            self._fail(slot, NoTurnError(f"{slot.name} was not woken: {result.message}"))
-        raise NoTurnError(f"{slot.name} was not woken: {result.message}")
+        elif not self._others_left(slot):
+            self._fail(slot, error)
+        raise error
+
+    def _others_left(self, slot: Slot) -> bool:
+        """Return whether another engine can be tried for those who wait for ``slot``, which could not be woken."""
+        tried = self._lines[slot.model].tried
+        tried.add(slot.name)
+        asleep = [each for each in self.models.get(slot.model, []) if each.state == "asleep" and not each.moving]
+        return any(each.name not in tried and victims(each, list(self._slots.values())) is not None for each in asleep)
 
     def _fail(self, slot: Slot | None, error: NoTurnError) -> None:
         if slot is not None and slot.model in self._lines:
