@@ -129,6 +129,25 @@ def test_an_undo_that_is_carried_on_keeps_what_an_engine_kept(
     assert [int(site.engine.kv.min()) for site in sites.values()] == [7, 7, 7]
 
 
+def test_what_is_wanted_of_a_model_holds_for_an_engine_that_is_gone(
+    coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path
+) -> None:
+    """Only the engine knew its model: an undo noted the wish anew, by its name and without options."""
+    record = FileRecord(tmp_path / "record.json")
+    with coordinate(record=record) as first:
+        for name in sites:
+            assert first.release(Selector(models=(f"model of {name}",)), mode="abort").success
+    before = asyncio.run(record.load()).wanted
+    child = coordinator(sites, tmp_path, "resume", 30)
+    kill_at(sites, child, "a", "/commit", "reset_answer")
+    assert child.process.wait(600) == -9
+    sites["a"].wire.on("", "reset")
+    fleet = coordinate(record=record)
+    (result,) = fleet.recover()
+    assert not result.success, result.message
+    assert asyncio.run(record.load()).wanted == before
+
+
 @pytest.mark.parametrize("moment", ["the last is prepared", "one has committed"])
 def test_a_repeat_of_what_a_dead_coordinator_had_begun_gets_it_done(
     coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path, moment: str

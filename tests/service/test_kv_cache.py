@@ -297,6 +297,22 @@ def test_a_coordinator_limits_it_as_aibrix_asks(client: Client, tmp_path: Path) 
     assert client.kv_cache().bytes == PAGES * PAGE
 
 
+def test_a_limit_that_the_end_of_the_coordinator_cuts_off_is_audited(
+    client: Client, frozen: list[Future[Any]], tmp_path: Path
+) -> None:
+    asked, audit = {"model_name": "m", "limit_bytes": 13 * MIB, "operation_id": "cut"}, tmp_path / "audit.log"
+    with ThreadPoolExecutor(1) as pool:
+        with served([Member("a", client.address, model="m")], audit_file=str(audit)) as fleet:
+            url = fleet.base_url.join("/v1/runtime/models/kv-limit")
+            limited = pool.submit(httpx.post, url, json=asked, timeout=600)
+            wait_until(
+                lambda: any(each.operation == "resize" and each.status == "running" for each in client.operations())
+            )
+        assert limited.result().status_code == 503
+    (line,) = [json.loads(line) for line in audit.read_text().splitlines()]
+    assert (line["operation_id"], line["outcome"]) == ("cut", "server_ends")
+
+
 def test_the_id_of_a_limit_is_its_request_after_a_restart_of_the_coordinator(client: Client, tmp_path: Path) -> None:
     """A repeat was answered as applied, and audited; with another limit, an engine that had started anew did it."""
     models, record = "/v1/runtime/models", MemoryRecord()

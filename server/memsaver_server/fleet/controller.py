@@ -356,7 +356,7 @@ class FleetController:
         counted and audited, with the engines' operations. A repeat of what has succeeded lists the engines."""
         names = {engine.name for engine in self._engines_of(selected)}
         digest, named = f"resize to {limit_bytes} of {selected.model_dump_json()}", f"operation_id {operation_id!r}"
-        async with self._limits.held(names):
+        async with self._limits.held({*names, f"id {operation_id}"}):
             try:
                 known = await self._fleet.check(digest, operation_id, named, "id")
                 if known is not None and known.outcome == "succeeded":
@@ -365,15 +365,20 @@ class FleetController:
                 await self._fleet.note(operation_id, known)
             except RecordError as error:
                 raise _public(error) from None
-            answer = await self._call(selected, "KV cache resized", "POST", "/kv_cache", {"bytes": limit_bytes})
+            answer = Answer.failure(errors.ServerEndsError("the coordinator ended while engines resized their cache"))
+            try:
+                answer = await self._call(selected, "KV cache resized", "POST", "/kv_cache", {"bytes": limit_bytes})
+            finally:
+                changed = self._resized(answer, operation_id, client, known.at)
             outcome: Outcome = "failed" if "error" in answer.body else "succeeded"
             with suppress(RecordError):  # a repeat is carried out again, and finds it done
                 await self._fleet.note(operation_id, known.model_copy(update={"outcome": outcome, "at": time.time()}))
-        return answer, self._resized(answer, operation_id, client, known.at)
+        return answer, changed
 
     def _resized(self, answer: Answer, operation_id: str, client: str, at: float) -> bool:
         """Count and audit a resize that began ``at``, seconds since the epoch; return whether it changed an engine."""
-        bodies = {row["name"]: row["body"] if isinstance(row["body"], dict) else {} for row in answer.body["engines"]}
+        rows = answer.body.get("engines", ())
+        bodies = {row["name"]: row["body"] if isinstance(row["body"], dict) else {} for row in rows}
         moved = {
             size: sum(body.get(size, 0) for body in bodies.values()) for size in ("released_bytes", "resumed_bytes")
         }

@@ -9,6 +9,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -378,7 +379,8 @@ class AsyncFleet:
     async def _carry_on(self, operation: FleetOperation, left: Running) -> FleetResult:
         async with self._locks.held({*left.engines, *(gpu for each in left.engines.values() for gpu in each.gpus)}):
             for name, prepared in left.engines.items():
-                member = await self.roster.find(name, prepared.url)
+                found = await self.roster.find(name, prepared.url)
+                member = replace(found, model=found.model or prepared.model, gpus=found.gpus or prepared.gpus)
                 part = Part(member, self.roster.connection(member))
                 part.operation_id, part.tags, part.kept = prepared.operation_id, prepared.tags, prepared.kept
                 operation.parts.append(part)

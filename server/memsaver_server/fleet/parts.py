@@ -62,8 +62,8 @@ class Part:
 
     def as_prepared(self) -> Prepared:
         """Return what the record keeps of it."""
-        url, gpus = self.member.url, self.member.gpus
-        return Prepared(url=url, operation_id=self.operation_id, tags=self.tags, kept=self.kept, gpus=gpus)
+        about = {name: getattr(self.member, name) for name in ("url", "model", "gpus")}
+        return Prepared(**about, operation_id=self.operation_id, tags=self.tags, kept=self.kept)
 
     def lease_left(self) -> float:
         """Seconds for which it surely stays prepared."""

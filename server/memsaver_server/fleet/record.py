@@ -90,9 +90,10 @@ class Known(Model):
 
 class Prepared(Model):
     """What one engine has prepared: its own operation, empty until it is known, the tags that this moves, and those
-    whose content was kept before."""
+    whose content was kept before. Model and GPUs may be what only the engine knows."""
 
     url: str
+    model: str = ""
     operation_id: str = ""
     tags: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
