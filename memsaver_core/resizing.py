@@ -10,11 +10,12 @@ import torch
 from memsaver_core import _native, hibernation, process
 from memsaver_core.contract.errors import ConfigurationError, UnsupportedError
 from memsaver_core.contract.reports import ResizeReport
+from memsaver_core.contract.requests import ResizeKvCache
 from memsaver_core.release_resume import check_tags, status, with_room
 from memsaver_core.storages import is_plain
 
 #: The tag of the memory that engines resize.
-KV_CACHE = "kv_cache"
+[KV_CACHE] = ResizeKvCache.tags
 
 
 def resize(

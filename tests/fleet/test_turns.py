@@ -356,11 +356,16 @@ def test_what_a_caller_released_stays_so_until_it_is_resumed(engines: tuple[Engi
         assert tokens(http, "beta")
 
 
+def exclude(http: httpx.Client, model: str) -> None:
+    """Demand a version of the weights that the model's engine does not have."""
+    version = {"model": model, "weights_version": "step-2", "fleet_mode": "best_effort"}
+    assert http.post("/resume_memory_occupation", json=version).status_code == 409
+
+
 def test_a_request_wakes_no_weights_that_a_caller_excluded(engines: tuple[Engine, Engine]) -> None:
     alpha, _ = engines
     with turns(engines) as http:
-        version = {"model": "alpha", "weights_version": "step-2", "fleet_mode": "best_effort"}
-        assert http.post("/resume_memory_occupation", json=version).status_code == 409
+        exclude(http, "alpha")
         assert http.post("/v1/completions", json=asked("alpha")).status_code == 503
         assert alpha.state() == "released"
 
@@ -370,8 +375,7 @@ def test_weights_that_a_caller_excluded_serve_no_request(engines: tuple[Engine, 
     _, beta = engines
     begun = beta.seen("begun")
     with turns(engines) as http:
-        version = {"model": "beta", "weights_version": "step-2", "fleet_mode": "best_effort"}
-        assert http.post("/resume_memory_occupation", json=version).status_code == 409
+        exclude(http, "beta")
         why = "its weights have no version, and a resume demanded 'step-2'"
         refused = http.post("/v1/completions", json=asked("beta"))
         assert (refused.status_code, why in refused.json()["message"]) == (503, True)
@@ -386,8 +390,7 @@ def test_a_sleep_until_asked_does_not_forget_what_a_caller_excluded(engines: tup
     """The next request woke the engine whatever its weights were."""
     _, beta = engines
     with turns(engines) as http:
-        version = {"model": "beta", "weights_version": "step-2", "fleet_mode": "best_effort"}
-        assert http.post("/resume_memory_occupation", json=version).status_code == 409
+        exclude(http, "beta")
         until_asked = {"model": "beta", "wake_on_request": True}
         for _ in range(2):
             http.post("/release_memory_occupation", json=until_asked).raise_for_status()

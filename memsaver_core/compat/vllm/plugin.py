@@ -29,6 +29,7 @@ from memsaver_core.peer_buffers import PeerBuffers, PeerSockets
 from memsaver_core.ranks import protocol
 from memsaver_core.ranks.protocol import Failure, Plain
 from memsaver_core.ranks.rank import Rank, Result
+from memsaver_core.resizing import KV_CACHE
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ def _with_cache_alone(initialize_from_config: Function, self: Any, *args: Any, *
     context = getattr(self, "_maybe_get_memory_pool_context", None)
     if context is None or not _tags_cache_alone(getattr(self, "model_runner", None)):
         return initialize_from_config(self, *args, **kwargs)
-    self._maybe_get_memory_pool_context = lambda tag: context(allocator.RUNTIME if tag == allocator.KV_CACHE else tag)
+    self._maybe_get_memory_pool_context = lambda tag: context(allocator.RUNTIME if tag == KV_CACHE else tag)
     worker_config.tags_cache_alone = True
     try:
         return initialize_from_config(self, *args, **kwargs)
@@ -288,7 +289,7 @@ def _notes(worker: Any) -> dict[str, Any]:
 
 def _cache_tag(*_: Any, **__: Any) -> str | None:
     # None while vLLM measures how much cache it needs.
-    return allocator.KV_CACHE if worker_config.tags_cache_alone else None
+    return KV_CACHE if worker_config.tags_cache_alone else None
 
 
 def _workspace_tag(manager: Any, required_bytes: int = 0, *_: Any, **__: Any) -> str | None:

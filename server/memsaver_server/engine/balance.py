@@ -22,7 +22,7 @@ from pathlib import Path
 from memsaver_core.contract.errors import MemsaverError
 from memsaver_core.contract.requests import ResizeKvCache
 from memsaver_core.contract.status import DeviceMemory, KvCacheAnswer
-from memsaver_server.engine.kv_cache import ElasticCache
+from memsaver_server.engine.kv_cache import ElasticCache, free_bytes
 from memsaver_server.engine.lifecycle import Lifecycle
 from memsaver_server.operation.operation import Operation
 from memsaver_server.threads import start_thread
@@ -87,7 +87,7 @@ class Balancer:
         with _rows(devices) as rows:
             others = [row for name, row in rows.items() if name != self._name]
             rows[self._name] = mine
-        free = min(each.total_bytes - each.used_bytes for each in devices) - int(cache.full_bytes * STEP)
+        free = free_bytes(devices) - int(cache.full_bytes * STEP)
         target = target_bytes(mine, others, max(0, free))
         if abs(target - cache.bytes) < max(cache.page_bytes, cache.full_bytes * STEP):
             return
@@ -103,8 +103,8 @@ def wanted_bytes(cache: KvCacheAnswer, low: int, high: int) -> int:
 
 
 def target_bytes(mine: Row, others: Sequence[Row], free: int) -> int:
-    """Return the size that a cache should have, while ``free`` bytes of the device are nobody's. What it wants and
-    nobody else lacks stays; up to an equal share of all memory, another one's lack counts more."""
+    """Return the size that a cache should have, while ``free`` bytes of the device are unused. It gives others what
+    they lack: what it does not want or, if that is more, what it has above an equal share, up to their shares."""
     share = (free + mine.bytes + sum(row.bytes for row in others)) // (1 + len(others))
     lacking = sum(max(0, row.wanted - row.bytes) for row in others) - free
     entitled = sum(max(0, min(row.wanted, share) - row.bytes) for row in others) - free

@@ -172,13 +172,17 @@ class ElasticCache:
         return next(tag for tag in self._lifecycle.memory.status().tags if tag.tag in _TAGS)
 
 
+def free_bytes(devices: Iterable[DeviceMemory]) -> int:
+    """Return what each of the devices has free."""
+    return min((each.total_bytes - each.used_bytes for each in devices), default=0)
+
+
 def _answer(pages: CachePages, devices: Iterable[DeviceMemory]) -> KvCacheAnswer:
-    free = min((each.total_bytes - each.used_bytes for each in devices), default=0)
     sizes = {
         "bytes": pages.kept,
         "used_bytes": pages.used,
         "smallest_bytes": max(1, pages.needed),
-        "largest_bytes": min(pages.total, pages.kept + free // pages.page_bytes),
+        "largest_bytes": min(pages.total, pages.kept + free_bytes(devices) // pages.page_bytes),
         "full_bytes": pages.total,
     }
     return KvCacheAnswer(

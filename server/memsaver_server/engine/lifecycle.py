@@ -23,7 +23,7 @@ from functools import partial
 from memsaver_core.contract import errors
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.reports import OperationReport
-from memsaver_core.contract.requests import DrainMode, Release, Resume
+from memsaver_core.contract.requests import DrainMode, Release, ResizeKvCache, Resume
 from memsaver_core.contract.status import Status, TagStatus
 from memsaver_core.phases import PhaseLog
 from memsaver_server import clock
@@ -224,7 +224,7 @@ class Lifecycle:
             work = partial(self._map, request, operation, log)
             return self.with_room(operation, log, request.wait_for_memory_s, work)
         except errors.OutOfDeviceMemoryError:
-            if request.kv_cache == "whole" or self.fit_cache is None:
+            if request.kv_cache == "whole":
                 raise
             operation.move_later()
             return self.with_room(operation, log, 0.0, partial(self._map_smaller, request, operation, log))
@@ -234,7 +234,7 @@ class Lifecycle:
         assert self.fit_cache is not None
         operation.hold()
         asked = {tag for tag in released_tags(self.memory.status()) if not request.tags or tag in request.tags}
-        others = request.model_copy(update={"tags": tuple(sorted(asked - {"kv_cache"}))})
+        others = request.model_copy(update={"tags": tuple(sorted(asked - {*ResizeKvCache.tags}))})
         moved = [tag for tag in self.memory.resume(others, log=log).tags if not tag.already] if others.tags else []
         report = self.fit_cache(lambda: self.memory.resume(request, log=log))
         tags = {tag.tag: tag for tag in (*report.tags, *moved)}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from memsaver_core.contract.errors import MemsaverError
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.reports import DeviceRoom, PlanAnswer, PlannedTag, Room
-from memsaver_core.contract.requests import Asked, OperationName, Release, Resume, Verb
+from memsaver_core.contract.requests import Asked, OperationName, Release, ResizeKvCache, Resume, Verb
 from memsaver_core.contract.status import DeviceMemory, Status, TagStatus
 from memsaver_core.ranks.plans import backup_rooms, device_rooms, planned_release
 from memsaver_server.engine.admission import failed_for_good
@@ -48,7 +48,7 @@ def plan_resume(lifecycle: Lifecycle, request: Resume, devices: Iterable[DeviceM
     now = lifecycle.snapshot()
     asked = lifecycle.tags_to_resume(request.tags)
     tags = [tag for tag in now.status.tags if tag.released_bytes and (not asked or tag.tag in asked)]
-    whole = [tag for tag in tags if request.kv_cache == "whole" or tag.tag != "kv_cache"]
+    whole = [tag for tag in tags if request.kv_cache == "whole" or tag.tag not in ResizeKvCache.tags]
     rooms = device_rooms(whole, now.status, devices)
     blockers = list(general_blockers(now.status, request, now.running))
     try:

@@ -26,7 +26,7 @@ from memsaver_server.fleet.budget import groups_of
 from memsaver_server.fleet.connection import EngineFailure
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.record import Keeper, Outcome, RecordError, Running, Wanted, wishes_for
+from memsaver_server.fleet.record import Keeper, Outcome, RecordError, Running, Wanted, wish_for, wishes_for
 
 logger = logging.getLogger("memsaver")
 
@@ -254,7 +254,7 @@ class Execution:
         options: dict[str, Any] = {}
         restore: dict[str, str] = {}
         for tag in part.after.tags if part.after else ():
-            wish = wishes.get(tag.tag, wishes.get(None))
+            wish = wish_for(tag.tag, wishes)
             given = wish.options if tag.tag in tags and wish is not None and wish.state == "released" else {}
             options |= given
             policy = given.get("restore", {}).get(tag.tag, "")
@@ -290,7 +290,7 @@ class Execution:
         rest: list[Wanted] = []
         for part in (part for part in self._parts if part.is_stray(verb)):
             wishes = await self._wishes_for(part)
-            now = {tag: wishes.get(tag, wishes.get(None)) for tag in part.tags}
+            now = {tag: wish_for(tag, wishes) for tag in part.tags}
             if tags := tuple(tag for tag, wish in now.items() if wish is None or wish.state != back.state):
                 rest.append(back.model_copy(update={"selector": Selector(names=(part.member.name,)), "tags": tags}))
         return rest

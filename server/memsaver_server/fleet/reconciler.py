@@ -13,7 +13,16 @@ from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import Member, MembershipError
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part, unlike
-from memsaver_server.fleet.record import VERBS, Keeper, RecordContent, RecordError, Wanted, version_for, wishes_for
+from memsaver_server.fleet.record import (
+    VERBS,
+    Keeper,
+    RecordContent,
+    RecordError,
+    Wanted,
+    version_for,
+    wish_for,
+    wishes_for,
+)
 from memsaver_server.fleet.results import EngineResult, FleetResult
 from memsaver_server.fleet.roster import Roster
 from memsaver_server.fleet.watching import Hub
@@ -168,7 +177,7 @@ def _steps(part: Part, wanted: tuple[Wanted, ...]) -> list[tuple[Wanted, tuple[s
     wishes = wishes_for(part.member, wanted)
     steps: dict[int, list[str]] = {}
     for tag in part.before.tags:
-        wish = wishes.get(tag.tag, wishes.get(None))
+        wish = wish_for(tag.tag, wishes)
         if wish is not None and unlike(part.before, wish.state, (tag.tag,)):
             steps.setdefault(wanted.index(wish), []).append(tag.tag)
     return [(wanted[at], tuple(tags)) for at, tags in steps.items()]

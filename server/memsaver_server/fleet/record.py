@@ -252,6 +252,11 @@ def wishes_for(member: Described, wanted: Iterable[Wanted]) -> dict[str | None, 
     return found
 
 
+def wish_for(tag: str, wishes: Mapping[str | None, Wanted]) -> Wanted | None:
+    """Return the one of ``wishes_for`` that counts for a tag."""
+    return wishes.get(tag, wishes.get(None))
+
+
 def _demands_after(wish: Wanted, demands: tuple[Demand, ...]) -> tuple[Demand, ...]:
     """Return what is demanded once ``wish`` is carried out. One that names no version ends demands if it is about the
     weights; what is released until asked, or resumed for a request, changes nothing."""
