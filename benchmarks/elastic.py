@@ -1,9 +1,11 @@
 """Two engines on one GPU whose KV caches grow and shrink while they serve.
 
 ``trade``: memory goes from one cache to the other and back, many times, while both answer requests: how long that
-takes, whether a request failed or got other tokens, and the throughput of an engine before and after.
-``burst``: requests per second with a fixed half for each engine, and with MEMSAVER_KV_CACHE, by which the engines hand
-memory to each other; load on one of them, and on both.
+takes, whether a request failed or got other tokens than before any resize, whether graphs were captured, and the
+throughput of an engine before and after.
+``burst``: requests per second with a fixed half of the GPU for each engine, and with MEMSAVER_KV_CACHE, by which the
+engines hand memory to each other. Prompts come again and again. Those of one engine fill 1.3 times its half while
+the other has none; then those of each fill 0.7 times.
 
     python benchmarks/elastic.py                                  # two vLLM engines of Qwen2-1.5B's shape
     python benchmarks/elastic.py --engine reference --trades 5    # on the host driver, without a GPU
@@ -23,6 +25,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +37,10 @@ from _record import new_parser, new_result, write
 from turns import about_engines
 
 NAMES = ("alpha", "beta")
-SMALL = 0.25
+SMALL = 0.2
 GIB = 1 << 30
+#: What prompts fill of a fixed half: of one engine, and of each of two.
+LOPSIDED, EVEN = 1.3, 0.7
 
 
 def reference(options: argparse.Namespace) -> Kind:
@@ -76,9 +81,9 @@ class Load:
 
 
 class Engine:
-    def __init__(self, client: httpx.Client, kind: Kind, name: str, options: argparse.Namespace) -> None:
+    def __init__(self, client: httpx.Client, kind: Kind, name: str, folder: Path, options: argparse.Namespace) -> None:
         self.client, self.name = client, name
-        self._kind, self._options = kind, options
+        self._kind, self._options, self._log = kind, options, folder / f"{name}.log"
         self._expected: dict[int, list[int]] = {}
 
     def resize(self, fraction: float) -> dict[str, Any]:
@@ -86,15 +91,25 @@ class Engine:
         found: dict[str, Any] = answer.raise_for_status().json()
         return found
 
-    @contextmanager
-    def load(self, requests: int) -> Iterator[Load]:
-        """So many requests at a time while the block runs; those in flight at its end are waited for."""
-        found, lock, ended = Load(), threading.Lock(), threading.Event()
+    def cache(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.client.get("/kv_cache").raise_for_status().json()
+        return found
 
-        def repeat(first: int) -> None:
+    def captures(self) -> int:
+        """How often the log speaks of capturing."""
+        return self._log.read_text().lower().count("captur")
+
+    @contextmanager
+    def load(self, requests: int, prompts: int) -> Iterator[Load]:
+        """So many requests at a time while the block runs, of so many prompts in turn. Those in flight at its end are
+        waited for."""
+        found, lock, ended, numbers = Load(), threading.Lock(), threading.Event(), count()
+
+        def ask_on() -> None:
             with httpx.Client(base_url=self.client.base_url, timeout=300) as client:
                 while not ended.is_set():
-                    body = with_prompt(self._kind, self.name, first, self._options.prompt)
+                    number = next(numbers) % prompts
+                    body = with_prompt(self._kind, self.name, number, self._options.prompt)
                     try:
                         _, tokens = ask(client, self._kind.path, body)
                     except (RuntimeError, httpx.HTTPError, ValueError) as error:
@@ -103,11 +118,11 @@ class Engine:
                         continue
                     with lock:
                         found.answered += 1
-                        found.wrong += tokens != self._expected.setdefault(first, tokens)
+                        found.wrong += tokens != self._expected.setdefault(number, tokens)
 
         begin = time.perf_counter()
         with ThreadPoolExecutor(requests) as pool:
-            running = [pool.submit(repeat, number) for number in range(requests)]
+            running = [pool.submit(ask_on) for _ in range(requests)]
             try:
                 yield found
             finally:
@@ -124,24 +139,27 @@ def engines(kind: Kind, options: argparse.Namespace) -> Iterator[list[Engine]]:
         both = []
         for name in NAMES:
             client = stack.enter_context(started(kind, name, Path(folder)))
-            both.append(Engine(client, kind, name, options))
+            both.append(Engine(client, kind, name, Path(folder), options))
+            throughput(both[-1], options.requests, options, 1)  # the tokens of a cache that was never resized
             both[-1].resize(SMALL)  # makes room for the next one
         yield both
 
 
-def throughput(engine: Engine, options: argparse.Namespace) -> float:
-    with engine.load(options.requests) as load:
-        time.sleep(options.seconds)
+def throughput(engine: Engine, prompts: int, options: argparse.Namespace, seconds: float) -> float:
+    with engine.load(options.requests, prompts) as load:
+        time.sleep(seconds)
     return load.per_second
 
 
 def trade(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
-    large = 1.0 - SMALL
+    large, half = 1.0 - SMALL, options.requests // 2
+    kind = replace(kind, environment={**kind.environment, "VLLM_BATCH_INVARIANT": "1"})  # or tokens depend on the load
     with engines(kind, options) as (one, other):
         one.resize(large)
-        before = throughput(one, options)
+        captured = one.captures(), other.captures()
+        before = throughput(one, options.requests, options, options.seconds)
         moved: list[dict[str, float]] = []
-        with one.load(options.requests // 2) as first, other.load(options.requests // 2) as second:
+        with one.load(half, half) as first, other.load(half, half) as second:
             giver, taker = one, other
             for _ in range(options.trades):
                 given, taken = giver.resize(SMALL), taker.resize(large)
@@ -150,12 +168,13 @@ def trade(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
                 moved.append({**row, "take": taken["seconds"]})
                 giver, taker = taker, giver
                 time.sleep(options.pause)
-        (other if giver is other else one).resize(SMALL)
+        other.resize(SMALL)
         one.resize(large)
-        after = throughput(one, options)
+        after = throughput(one, options.requests, options, options.seconds)
+        again = one.captures() - captured[0], other.captures() - captured[1]
     loads = {
-        name: {"answered": load.answered, "failed": load.failed, "wrong": load.wrong}
-        for name, load in zip(NAMES, (first, second), strict=True)
+        name: {"answered": load.answered, "failed": load.failed, "wrong": load.wrong, "captures": captures}
+        for name, load, captures in zip(NAMES, (first, second), again, strict=True)
     }
     return {"moved": moved, "loads": loads, "before": before, "after": after}
 
@@ -165,16 +184,33 @@ def burst(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
     for way in ("fixed", "balanced"):
         bounds = {"MEMSAVER_KV_CACHE": options.bounds} if way == "balanced" else {}
         with engines(replace(kind, environment={**kind.environment, **bounds}), options) as both:
+            half = found.get("half") or fixed_half(both)
+            found["half"] = half
             for engine in both:
-                engine.resize(0.5)
-            with both[0].load(options.requests) as alone:
+                engine.resize(half["fraction"])
+            lopsided, even = (int(share * half["tokens"] / options.prompt) for share in (LOPSIDED, EVEN))
+            throughput(both[0], lopsided, options, options.warm_up)
+            with both[0].load(options.requests, lopsided) as alone:
                 time.sleep(options.seconds)
-            with both[0].load(options.requests) as first, both[1].load(options.requests) as second:
+            sizes = [engine.cache()["bytes"] for engine in both]
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(throughput, both, repeat(even), repeat(options), repeat(options.warm_up)))
+            with both[0].load(options.requests, even) as first, both[1].load(options.requests, even) as second:
                 time.sleep(options.seconds)
-            found[way] = {"one": alone.per_second, "both": first.per_second + second.per_second}
+            sizes += [engine.cache()["bytes"] for engine in both]
+            found[way] = {"one": alone.per_second, "both": first.per_second + second.per_second, "sizes": sizes}
             found[way]["failed"] = len(alone.failed) + len(first.failed) + len(second.failed)
         print(way, found[way], file=sys.stderr, flush=True)
     return found
+
+
+def fixed_half(both: list[Engine]) -> dict[str, float]:
+    """The largest size that both caches can have at a time."""
+    caches = [engine.cache() for engine in both]
+    size = sum(each["bytes"] for each in caches) + min(each["largest_bytes"] - each["bytes"] for each in caches)
+    one = caches[0]
+    fraction = min(1.0, size / 2 / one["full_bytes"])
+    return {"fraction": fraction, "tokens": fraction * one["full_bytes"] / one["page_bytes"] * one["page_tokens"]}
 
 
 def to_markdown(result: dict[str, Any]) -> str:
@@ -194,17 +230,26 @@ def to_markdown(result: dict[str, Any]) -> str:
             "|---|---|---|",
             f"| {milliseconds('waited')} | {milliseconds('give')} | {milliseconds('take')} |",
             "",
-            "| engine | answered | failed | other tokens |",
-            "|---|---|---|---|",
+            "| engine | answered | failed | other tokens | captures |",
+            "|---|---|---|---|---|",
         ]
         lines += [
-            f"| {name} | {load['answered']} | {len(load['failed'])} | {load['wrong']} |"
+            f"| {name} | {load['answered']} | {len(load['failed'])} | {load['wrong']} | {load['captures']} |"
             for name, load in found["loads"].items()
         ]
         lines += ["", f"One engine alone: {found['before']:.2f} requests/s before, {found['after']:.2f} after.", ""]
     if found := result.get("burst"):
-        lines += ["| requests/s | load on one | load on both | failed |", "|---|---|---|---|"]
-        lines += [f"| {way} | {row['one']:.2f} | {row['both']:.2f} | {row['failed']} |" for way, row in found.items()]
+        lines += [
+            f"A fixed half holds {found['half']['tokens']:,.0f} tokens. Sizes of the two caches at the end, GiB:",
+            "",
+        ]
+        lines += ["| requests/s | load on one | sizes | load on both | sizes | failed |", "|---|---|---|---|---|---|"]
+        for way in ("fixed", "balanced"):
+            row, sizes = found[way], [f"{each / GIB:.1f}" for each in found[way]["sizes"]]
+            lines += [
+                f"| {way} | {row['one']:.2f} | {', '.join(sizes[:2])} | {row['both']:.2f} | {', '.join(sizes[2:])} "
+                f"| {row['failed']} |"
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -213,7 +258,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=["vllm", "reference"], default="vllm")
     parser.add_argument("--parts", nargs="+", choices=["trade", "burst"], default=["trade", "burst"])
     parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the shape that vLLM serves")
-    parser.add_argument("--utilization", type=float, default=0.55, help="vLLM's gpu_memory_utilization")
+    parser.add_argument("--utilization", type=float, default=0.72, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--piece", default="32MiB", help="MEMSAVER_KV_CACHE_PIECE")
     parser.add_argument("--bounds", default="1GiB..200GiB", help="MEMSAVER_KV_CACHE of the burst")
     parser.add_argument("--trades", type=int, default=50)
@@ -221,6 +266,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement of throughput")
+    parser.add_argument("--warm-up", type=float, default=30.0, help="seconds before each measurement of the burst")
     parser.add_argument("--pause", type=float, default=0.2, help="between two trades, seconds")
     options = parser.parse_args()
     result: dict[str, Any] = {**new_result("elastic.py"), "requests": options.requests, "prompt": options.prompt}
