@@ -9,7 +9,6 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 from starlette.requests import Request
 
-from memsaver_core.contract.errors import NotFoundError
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.requests import AskedOfFleet, Bytes, Fields, FleetRelease, FleetResize, FleetResume
 from memsaver_server.controller import Models
@@ -73,20 +72,17 @@ def router(models: Models) -> APIRouter:
         return await operate(request, service, fields, FleetResize(**_named(fields), bytes=fields.limit_bytes))
 
     async def operate(request: Request, service: ServiceOf, fields: RuntimeWake, asked: AskedOfFleet) -> JSONResponse:
-        try:
-            known = bool(fields.operation_id) and service.controller.find(fields.operation_id).status == "succeeded"
-        except NotFoundError:
-            known = False
+        known = [each for each in service.controller.recent() if each.status == "succeeded"]
         operation = await service.operate(request, asked)
         answer = service.controller.answer(operation)
         if operation.status != "succeeded":
             return response_of(answer)
-        applied = bool(answer.body["released_bytes"] or answer.body["resumed_bytes"]) and not known
+        moved = answer.body["released_bytes"] or answer.body["resumed_bytes"]
         done = {
             "status": "success",
             "model_name": fields.model_name,
             "operation_id": operation.id,
-            "applied": applied,
+            "applied": bool(moved) and operation not in known,
             "phase": "sleeping" if asked.operation == "release" else "active",
             "engines": answer.body["engines"],
         }
