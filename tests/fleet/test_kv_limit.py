@@ -16,6 +16,7 @@ from memsaver_server import attach
 from memsaver_server.fleet import AsyncFleet, Member, MemoryRecord, RecordContent
 from tests.waiting import wait_until
 
+from .conftest import Sites
 from .light_engine import MIB, ElasticEngine
 from .served_fleet import served
 from .wire import Loop, Wire
@@ -191,3 +192,10 @@ def test_it_is_an_operation_with_an_id_or_a_key(elastic: Elastic) -> None:
         assert kind(limit(http, 2, headers=key)) == (422, "idempotency_key_reused")
         assert kind(http.post("/release_memory_occupation", headers=key)) == (422, "idempotency_key_reused")
         assert elastic.pages == [3, 3, 4]
+
+
+def test_engines_whose_cache_cannot_be_resized_are_named(sites: Sites) -> None:
+    with served([sites["a"].member]) as http:
+        refused = limit(http, 2, model="model of a")
+        assert kind(refused) == (404, "not_found")
+        assert "a failed while committing" in refused.json()["message"]

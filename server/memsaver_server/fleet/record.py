@@ -34,7 +34,8 @@ class Wanted(Model):
 
     Attributes:
         tags: None means all.
-        options: what the release or resume is called with, beside tags.
+        options: what the release or resume is called with, beside tags. Once it is carried out without
+            ``weights_version``, which is among the record's demands then.
         operation_id: the fleet's operation that wished it.
         client: who asked for that.
         until_asked: released only until the next request for its model.
@@ -163,7 +164,8 @@ class RecordContent(Model):
             kept = [(key, each) for key, each in ids.items() if each.at > known.at - KEPT_S and key != operation_id]
             ids = dict([*kept, (operation_id, known)][-MAX_KEPT:])
         for new in (*([] if wish is None else [wish]), *rest):
-            wanted = (*(old for old in wanted if not _covers(new, old)), new)
+            options = {name: value for name, value in new.options.items() if name != "weights_version"}
+            wanted = (*(old for old in wanted if not _covers(new, old)), new.model_copy(update={"options": options}))
         demands = self.demands if wish is None else _demands_after(wish, self.demands)
         return self.model_copy(update={"running": running, "ids": ids, "wanted": wanted, "demands": demands})
 

@@ -170,6 +170,7 @@ class FleetOccupationAnswer(FleetOccupation):
     """What the engines hold together, and each of them."""
 
     wanted: tuple[Wanted, ...]
+    demands: tuple[Demand, ...]
     progress: FleetProgress | None
 
 
