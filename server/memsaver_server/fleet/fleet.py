@@ -376,7 +376,7 @@ class AsyncFleet:
             if known.resized is None:
                 part.check(part.before, operation.asked, "asking")
             elif known.outcome != "succeeded":
-                part.fail("asking", EngineFailure("changed", "the size of its KV cache was asked for anew since"))
+                part.fail("asking", EngineFailure("changed", "a later call has set the size of its KV cache"))
         return self._finish(operation)
 
     def _execution(self, operation: FleetOperation) -> Execution:
