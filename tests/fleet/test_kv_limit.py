@@ -175,8 +175,16 @@ def test_two_at_one_time_follow_each_other_and_a_release_waits_for_neither(elast
         x.needed = 4
         late = pool.submit(limit, http, 3, "late")
         wait_until(lambda: x.limits[-1] == 3)
-        assert http.post("/release_memory_occupation", json={"model": "m"}).is_success
+        x.memory.hold("release")
+        body = {"model": "m", "async": True}
+        released = [http.post("/release_memory_occupation", json=body).json()["operation_id"]]
         assert kind(late.result()) == (409, "cancelled")
+        asleep = pool.submit(limit, http, 2, "asleep")
+        wait_until(lambda: http.get("/operations/asleep").is_success)
+        released.append(http.post("/release_memory_occupation", json=body).json()["operation_id"])
+        assert released[0] == released[1], "the release runs already"
+        x.memory.heal()
+        assert asleep.result().status_code == 409
 
 
 def test_it_is_an_operation_with_an_id_or_a_key(elastic: Elastic) -> None:

@@ -133,7 +133,7 @@ class FleetController:
         unless it failed. Raises ConflictError if the opposite runs on some of the engines, unless ``asked.wait``."""
         if (known := self._fleet.known(asked, key or "")) is not None:
             return known
-        running = self._running()
+        running = self._running(asked)
         if key is None and running and running[-1].join(asked):
             return running[-1]
         opposed = next((each for each in running if self._opposes(asked, each)), None)  # the coordinator's own end soon
@@ -261,14 +261,15 @@ class FleetController:
         counted[operation.request.operation, outcome] += 1
         self._audit.record(operation, outcome)
 
-    def _running(self) -> list[FleetOperation]:
-        """Return the callers' operations that have not ended, the oldest first."""
-        return [each for each in self._fleet.history.running() if each.origin == "caller"]
+    def _running(self, asked: AskedOfFleet) -> list[FleetOperation]:
+        """Return the callers' operations that have not ended, the oldest first: those that move memory, or resizes."""
+        callers = [each for each in self._fleet.history.running() if each.origin == "caller"]
+        return [each for each in callers if (each.request.operation in OPPOSITE) == (asked.operation in OPPOSITE)]
 
     def _opposes(self, asked: AskedOfFleet, running: FleetOperation) -> bool:
         other, members = running.asked, self._observer.members.values()
         both = any(asked.selected().may_match(each) and other.selected().may_match(each) for each in members)
-        return other.operation == OPPOSITE.get(asked.operation) and both
+        return asked.operation != other.operation and both
 
     # -- turns.Mover ---------------------------------------------------------------------------------------------------
 
