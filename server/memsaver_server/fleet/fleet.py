@@ -316,7 +316,7 @@ class AsyncFleet:
         if nobody := NoEngineError.of(selector, parts, strangers):
             raise nobody
         names = set().union(*(part.locks for part in parts))
-        if operation.request.operation == "resize":  # has locks of its own: engines end it for a release or a resume
+        if operation.request.operation == "resize":  # engines end it for a release or a resume, which wait for none
             names = {f"KV cache of {part.member.name}" for part in parts}
         waits = self._locks.any_held(names)
         async with self._locks.held(names):
