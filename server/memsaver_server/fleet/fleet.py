@@ -376,7 +376,8 @@ class AsyncFleet:
             if known.resized is None:
                 part.check(part.before, operation.asked, "asking")
             elif known.outcome != "succeeded":
-                part.fail("asking", EngineFailure("changed", "a later call has set the size of its KV cache"))
+                what = "a later call has set the size of its KV cache; use a new id to set it again"
+                part.fail("asking", EngineFailure("changed", what))
         return self._finish(operation)
 
     def _execution(self, operation: FleetOperation) -> Execution:
