@@ -21,9 +21,9 @@ from memsaver_core.contract.phases import OperationName as OperationName
 from memsaver_core.contract.phases import Verb as Verb
 from memsaver_core.contract.policies import RestorePolicy
 
-OPPOSITE: dict[Verb, Verb] = {"release": "resume", "resume": "release"}
+OPPOSITE: dict[OperationName, Verb] = {"release": "resume", "resume": "release"}
 #: The state of the memory that each leaves.
-STATES: dict[Verb, Literal["released", "resident"]] = {"release": "released", "resume": "resident"}
+STATES: dict[OperationName, Literal["released", "resident"]] = {"release": "released", "resume": "resident"}
 #: What a drain does to requests in flight: ``wait`` until they end; ``abort`` them, each with its output so far;
 #: ``keep`` (freeze) them until admission opens.
 DrainMode = Literal["wait", "abort", "keep"]
@@ -255,9 +255,6 @@ class ResizeKvCache(_Operation):
         return {"drain": self.timeout_s or 0.0, "wait_for_memory": self.wait_for_memory_s}.get(phase, 0.0)
 
 
-Asked = Release | Resume | ResizeKvCache
-
-
 # -- of a fleet -----------------------------------------------------------------------------------------------------
 
 
@@ -332,8 +329,8 @@ class Selected(Fields):
         return self.selector if self.model is None else self.selector.model_copy(update={"models": (self.model,)})
 
 
-class OfFleet(Selected, _OnTags):
-    """What may be asked of a release and of a resume of a fleet."""
+class OfFleet(Selected, _Operation):
+    """What may be asked of every operation of a fleet."""
 
     fleet_mode: Annotated[FleetMode, Acts("service", fleet="own")] = Field(
         default="all", description="All engines or none; or each by itself (best_effort)."
@@ -377,8 +374,17 @@ class FleetResume(Resume, OfFleet):
     )
 
 
-AskedOfFleet = FleetRelease | FleetResume
-ASKED_OF_FLEET: dict[Verb, type[AskedOfFleet]] = {"release": FleetRelease, "resume": FleetResume}
+class FleetResize(ResizeKvCache, OfFleet):
+    """A resize of the KV caches of the selected engines of a fleet, of each by itself."""
+
+    bytes: Annotated[Bytes | None, Acts("service")] = None
+    fleet_mode: Annotated[FleetMode, Acts("service", fleet="own")] = "best_effort"
+
+
+AskedOfFleet = FleetRelease | FleetResume | FleetResize
+#: The requests that move the memory of tags, of which a record keeps what they leave.
+ASKED_OF_FLEET: dict[Verb, type[FleetRelease | FleetResume]] = {"release": FleetRelease, "resume": FleetResume}
+Asked = Release | Resume | ResizeKvCache
 
 
 @cache

@@ -10,18 +10,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 import memsaver_core as ms
 from memsaver_core import MemsaverError, PhaseLog
+from memsaver_core.contract.errors import DrainTimeoutError
 from memsaver_core.contract.reports import OperationReport
-from memsaver_core.contract.requests import MemoryRequest, Tagged
+from memsaver_core.contract.requests import CacheMode, MemoryRequest, Tagged
 from memsaver_core.contract.status import Status
 from memsaver_server import attach
-from memsaver_server.engine import LOCAL_MEMORY
+from memsaver_server.engine import DRAIN_POLL_S, LOCAL_MEMORY, CachePages, never
 from memsaver_server.engine.gate import Gate
 
 MIB = 1 << 20
@@ -54,6 +56,42 @@ class LightEngine(Gate):
         self.memory.heal()
         self.memory.give_back_reserved()
         self.memory.resume(Tagged())
+
+
+class ElasticEngine(LightEngine):
+    """A light engine whose KV cache has pages of a MiB, and can be resized while it serves."""
+
+    def __init__(self, name: str, *, model: str = "", pages: int = 4) -> None:
+        super().__init__(name, model=model)
+        with ms.region(f"{name}/kv_cache", restore="zero", chunk_bytes=MIB):
+            self.kv = torch.zeros(pages * MIB // 8, dtype=torch.int64, device=ms.torch_device())
+        self.total = self.kept = pages
+        self.needed = 0  # pages that requests in flight use
+        self.limits: list[int] = []  # in pages, as they came
+        self.refuses = False
+
+    def kv_cache(self) -> CachePages:
+        return CachePages(self.total, self.kept, self.needed, self.needed, MIB, page_tokens=16)
+
+    def limit_kv_cache(
+        self, pages: int, timeout_s: float, mode: CacheMode = "wait", given_up: Callable[[], bool] = never
+    ) -> None:
+        self.limits.append(pages)
+        while pages < self.needed:
+            if given_up():
+                raise DrainTimeoutError(timeout_s, [], "the KV cache is as before")
+            time.sleep(DRAIN_POLL_S)
+
+    def resize_kv_cache(self, pages: int) -> None:
+        if self.refuses:
+            raise MemsaverError("told to refuse")
+        ms.resize(f"{self.name}/kv_cache", unused=[self.kv[pages * MIB // 8 :]])
+        self.kept = pages
+
+    def close(self) -> None:
+        """Free its memory, so that the next engine of its name has the tags to itself."""
+        super().close()
+        del self.weights, self.kv
 
 
 class LightMemory:

@@ -141,7 +141,9 @@ def test_a_request_wakes_weights_of_the_version_that_was_demanded(sites: Sites) 
             http.post("/release_memory_occupation", json={"wake_on_request": True}).raise_for_status()
             assert asked() == 404  # by the engine, which has no such path
             assert a.is_serving
-            assert http.get("/memory_occupation").json()["wanted"][-1]["options"] == {"weights_version": "v2"}
+            now = http.get("/memory_occupation").json()
+            assert [each["version"] for each in now["demands"]] == ["v2"]
+            assert not any("weights_version" in wish["options"] for wish in now["wanted"]), "it stands once"
             with a.attachment.lifecycle.writing(version="v3"):
                 pass
             wait_until(lambda: asked() == 503)

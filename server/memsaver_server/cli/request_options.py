@@ -76,12 +76,12 @@ class Resume(Options):
 
 
 class FleetRelease(Options):
-    convert: ClassVar = {"verify": lambda _: "token", "fleet_mode": lambda _: "best_effort", "restore": pairs_of}
+    convert: ClassVar = {"fleet_mode": lambda _: "best_effort", "verify": lambda _: "token", "restore": pairs_of}
 
-    verify: bool = Release.verify
     fleet_mode: bool = typer.Option(
         False, "--best-effort", help="On each engine by itself; those that fail are listed."
     )
+    verify: bool = Release.verify
     restore: list[str] | None = Release.restore
     trim: bool | None = Release.trim
     hibernate: bool = Release.hibernate
@@ -90,10 +90,10 @@ class FleetRelease(Options):
 
 
 class FleetResume(Options):
-    convert: ClassVar = {"verify": lambda _: "token", "fleet_mode": lambda _: "best_effort"}
+    convert: ClassVar = {"fleet_mode": lambda _: "best_effort", "verify": lambda _: "token"}
 
-    verify: bool = Release.verify
     fleet_mode: bool = FleetRelease.fleet_mode
+    verify: bool = Release.verify
     wait_for_memory_s: float | None = Resume.wait_for_memory_s
     weights_version: str | None = Resume.weights_version
     kv_cache: str | None = Resume.kv_cache

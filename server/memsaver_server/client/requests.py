@@ -86,8 +86,11 @@ def operation_call(
     body |= dict.fromkeys(flags, True)
     if tags is not None:
         body["tags"] = [tags] if isinstance(tags, str) else list(tags)
-    path = "/kv_cache" if name == "resize" else f"/{name}_memory_occupation"
-    return Call("POST", path, body, {"Idempotency-Key": uuid.uuid4().hex}, long=True)
+    return Call("POST", path_of(name), body, {"Idempotency-Key": uuid.uuid4().hex}, long=True)
+
+
+def path_of(name: OperationName) -> str:
+    return "/kv_cache" if name == "resize" else f"/{name}_memory_occupation"
 
 
 def parse_json(response: httpx.Response) -> Any:

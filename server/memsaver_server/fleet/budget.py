@@ -29,10 +29,10 @@ class Gpu:
 async def groups_of(request: AskedOfFleet, parts: Sequence[Part]) -> list[list[Part]]:
     """Return the parts in groups: those of one group in turn, groups side by side.
 
-    Resumes that fit together, and releases, are groups of one. Those that do not are in one group; in mode ``all``,
-    unless they may wait for memory, they fail here, before anything is prepared.
+    Resumes that fit together, and other operations, are groups of one. Those that do not are in one group; in mode
+    ``all``, unless they may wait for memory, they fail here, before anything is prepared.
     """
-    if request.operation == "release":
+    if request.operation != "resume":
         return [[part] for part in parts]
     short = {uuid: gpu for uuid, gpu in (await _needs(request, parts)).items() if gpu.is_short}
     if request.fleet_mode == "all" and not request.patience_s(Phase.WAIT_FOR_MEMORY):

@@ -18,12 +18,12 @@ from memsaver_core.contract.reports import (
     PlanAnswer,
     PreparedAnswer,
 )
-from memsaver_core.contract.requests import Verb
+from memsaver_core.contract.requests import OperationName
 from memsaver_core.contract.status import COORDINATOR_HEADER, OccupationAnswer
 from memsaver_server import clock
 from memsaver_server.client.aio import AsyncClient
 from memsaver_server.client.errors import AnswerError, UnreachableError
-from memsaver_server.client.requests import Call
+from memsaver_server.client.requests import Call, path_of
 from memsaver_server.fleet.members import Member
 
 _T = TypeVar("_T")
@@ -69,7 +69,7 @@ class Coordinator:
 class Connection:
     """The calls to one engine. Every method raises EngineFailure.
 
-    ``body`` has the fields of a release or a resume.
+    ``body`` has the fields of an operation.
     """
 
     def __init__(self, member: Member, coordinator: Coordinator) -> None:
@@ -106,16 +106,16 @@ class Connection:
     async def operation(self, operation_id: str) -> OperationStatusAnswer:
         return await self._ask(partial(self._client.operation, operation_id))
 
-    async def plan(self, verb: Verb, tags: Sequence[str] | None) -> PlanAnswer:
+    async def plan(self, verb: OperationName, tags: Sequence[str] | None) -> PlanAnswer:
         call = _operation(verb, {"tags": list(tags or ()), "dry_run": True})
         return await self._ask(partial(self._client.call, PlanAnswer, call))
 
-    async def prepare(self, verb: Verb, body: Mapping[str, Any], key: str, limit_s: float) -> PreparedAnswer:
+    async def prepare(self, verb: OperationName, body: Mapping[str, Any], key: str, limit_s: float) -> PreparedAnswer:
         """Prepare what ``body`` asks for, or renew the lease of that under ``key``, which proves that it is ours."""
         call = _operation(verb, body, key)
         return await self._attend(lambda: self._client.call(PreparedAnswer, call), partial(self._find, call), limit_s)
 
-    async def find(self, verb: Verb, body: Mapping[str, Any], key: str) -> str:
+    async def find(self, verb: OperationName, body: Mapping[str, Any], key: str) -> str:
         """Return the id of an operation that was not answered: a repeat under its ``key`` joins it."""
         return await self._ask(partial(self._find, _operation(verb, body, key)))
 
@@ -132,9 +132,9 @@ class Connection:
         await self._ask(partial(self._client.abort, operation_id, key=key))
 
     async def perform(
-        self, verb: Verb, body: Mapping[str, Any], *, key: str | None = None, limit_s: float | None = None
+        self, verb: OperationName, body: Mapping[str, Any], *, key: str | None = None, limit_s: float | None = None
     ) -> OperationAnswer:
-        """Release or resume in one call. Calls with the same Idempotency-Key ``key`` act once."""
+        """Release, resume or resize in one call. Calls with the same Idempotency-Key ``key`` act once."""
         call = _operation(verb, body, key)
         return await self._attend(lambda: self._client.call(OperationAnswer, call), partial(self._find, call), limit_s)
 
@@ -239,6 +239,6 @@ class _Client(AsyncClient):
         self._http.headers["User-Agent"] = name
 
 
-def _operation(verb: Verb, body: Mapping[str, Any], key: str | None = None) -> Call:
+def _operation(verb: OperationName, body: Mapping[str, Any], key: str | None = None) -> Call:
     headers = {"Idempotency-Key": key or uuid.uuid4().hex}
-    return Call("POST", f"/{verb}_memory_occupation", body, headers, long=True)
+    return Call("POST", path_of(verb), body, headers, long=True)

@@ -8,13 +8,14 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from importlib import metadata
 from typing import Any
 
 from memsaver_core.contract import errors
 from memsaver_core.contract.requests import (
     ASKED_OF_FLEET,
+    OPPOSITE,
     Asked,
     AskedOfFleet,
     DrainMode,
@@ -27,16 +28,16 @@ from memsaver_core.contract.requests import (
 )
 from memsaver_core.contract.status import HealthAnswer
 from memsaver_server.audit import AuditLog
+from memsaver_server.client.requests import path_of
 from memsaver_server.controller import Answer, Capability, EngineState, Models
 from memsaver_server.fleet import results
 from memsaver_server.fleet.broadcast import answer_of, call_each
 from memsaver_server.fleet.fleet import AsyncFleet
-from memsaver_server.fleet.locks import Locks
 from memsaver_server.fleet.members import MembershipError
 from memsaver_server.fleet.metrics import FleetMetrics
 from memsaver_server.fleet.observer import Observer
 from memsaver_server.fleet.operation import FleetOperation
-from memsaver_server.fleet.record import Known, Outcome, RecordError
+from memsaver_server.fleet.record import RecordError
 from memsaver_server.fleet.seen import occupation, total
 from memsaver_server.fleet.turns.options import TurnOptions
 from memsaver_server.fleet.turns.proxy import Proxy
@@ -94,7 +95,6 @@ class FleetController:
         fleet.history = History(settings.history)
         fleet.around, fleet.on_ended = self._around, self._record
         self._kept: list[asyncio.Task[None]] = []
-        self._limits = Locks()  # of engines whose KV cache is limited: a repeat waits for the first
 
     async def start(self) -> None:
         """Look at the engines, and keep them as they are wanted from now on."""
@@ -133,7 +133,7 @@ class FleetController:
         unless it failed. Raises ConflictError if the opposite runs on some of the engines, unless ``asked.wait``."""
         if (known := self._fleet.known(asked, key or "")) is not None:
             return known
-        running = self._running()
+        running = self._running(asked)
         if key is None and running and running[-1].join(asked):
             return running[-1]
         opposed = next((each for each in running if self._opposes(asked, each)), None)  # the coordinator's own end soon
@@ -232,8 +232,8 @@ class FleetController:
         assert isinstance(asked, AskedOfFleet)
         verb = asked.operation
         body = {**asked.sent(), "dry_run": True}
-        engines, path = self._engines_of(asked), f"/{verb}_memory_occupation"
-        rows = await call_each(engines, self._upstreams, self._observer, "POST", path, body)
+        engines = self._engines_of(asked)
+        rows = await call_each(engines, self._upstreams, self._observer, "POST", path_of(verb), body)
         said = {row.name: row.body.get("blockers", ()) for row in rows if isinstance(row.body, dict)}
         blockers = [f"{name}: {each}" for name, blockers in said.items() for each in blockers]
         about = {"dry_run": True, "operation": verb, "blockers": blockers}
@@ -246,7 +246,7 @@ class FleetController:
             yield
             return
         names = [part.member.name for part in operation.parts]
-        async with self.turns.set_aside(names):
+        async with self.turns.set_aside(names if operation.request.operation in OPPOSITE else ()):
             try:
                 yield
             finally:
@@ -261,9 +261,10 @@ class FleetController:
         counted[operation.request.operation, outcome] += 1
         self._audit.record(operation, outcome)
 
-    def _running(self) -> list[FleetOperation]:
-        """Return the callers' operations that have not ended, the oldest first."""
-        return [each for each in self._fleet.history.running() if each.origin == "caller"]
+    def _running(self, asked: AskedOfFleet) -> list[FleetOperation]:
+        """Return the callers' operations that have not ended, the oldest first: those that move memory, or resizes."""
+        callers = [each for each in self._fleet.history.running() if each.origin == "caller"]
+        return [each for each in callers if (each.request.operation in OPPOSITE) == (asked.operation in OPPOSITE)]
 
     def _opposes(self, asked: AskedOfFleet, running: FleetOperation) -> bool:
         other, members = running.asked, self._observer.members.values()
@@ -310,8 +311,8 @@ class FleetController:
         return self._metrics.scrape()
 
     def _occupation(self) -> results.FleetOccupationAnswer:
-        oldest = next((each.id for each in self._fleet.history.running()), None)
-        return occupation(self._observer, oldest, self.turns.in_flight())
+        moving = (each.id for each in self._fleet.history.running() if each.request.operation in OPPOSITE)
+        return occupation(self._observer, next(moving, None), self.turns.in_flight())
 
     # -- the dashboard -------------------------------------------------------------------------------------------------
 
@@ -348,48 +349,6 @@ class FleetController:
 
     async def kv_cache(self) -> Answer:
         raise errors.BadRequestError("a fleet has no KV cache; ask its engines")
-
-    async def limit_kv_cache(
-        self, selected: Fields, limit_bytes: int, operation_id: str, client: str
-    ) -> tuple[Answer, bool]:
-        """Resize the KV cache of each selected engine, each by itself; return whether that has changed one, too. It is
-        counted and audited, with the engines' operations. A repeat of what has succeeded lists the engines."""
-        names = {engine.name for engine in self._engines_of(selected)}
-        digest, named = f"resize to {limit_bytes} of {selected.model_dump_json()}", f"operation_id {operation_id!r}"
-        async with self._limits.held({*names, f"id {operation_id}"}):
-            try:
-                known = await self._fleet.check(digest, operation_id, named, "id")
-                if known is not None and known.outcome == "succeeded":
-                    return await self._call(selected, "KV cache resized before", "GET", "/kv_cache"), False
-                known = Known(digest=digest, verb="resize", outcome="begun", at=time.time())
-                await self._fleet.note(operation_id, known)
-            except RecordError as error:
-                raise _public(error) from None
-            answer = Answer.failure(errors.ServerEndsError("the coordinator ended while engines resized their cache"))
-            try:
-                answer = await self._call(selected, "KV cache resized", "POST", "/kv_cache", {"bytes": limit_bytes})
-            finally:
-                changed = self._resized(answer, operation_id, client, known.at)
-            outcome: Outcome = "failed" if "error" in answer.body else "succeeded"
-            with suppress(RecordError):  # a repeat is carried out again, and finds it done
-                await self._fleet.note(operation_id, known.model_copy(update={"outcome": outcome, "at": time.time()}))
-        return answer, changed
-
-    def _resized(self, answer: Answer, operation_id: str, client: str, at: float) -> bool:
-        """Count and audit a resize that began ``at``, seconds since the epoch; return whether it changed an engine."""
-        rows = answer.body.get("engines", ())
-        bodies = {row["name"]: row["body"] if isinstance(row["body"], dict) else {} for row in rows}
-        moved = {
-            size: sum(body.get(size, 0) for body in bodies.values()) for size in ("released_bytes", "resumed_bytes")
-        }
-        error = answer.body.get("error", {})
-        outcome = error.get("type", "success")
-        self._metrics.operations["resize", outcome] += 1
-        about = {"event": "resize", "operation_id": operation_id, "client": client, "tags": ["kv_cache"]}
-        ended = {"outcome": outcome, "error": error.get("message"), "created_at": at, "seconds": time.time() - at}
-        operations = {name: body.get("operation_id") for name, body in bodies.items()}
-        self._audit.write({**about, **ended, **moved, "origin": "caller", "engines": operations})
-        return any(moved.values())
 
     async def flush(self, selected: Fields) -> Answer:
         return await self._call(selected, "Cache flushed", "POST", "/flush_cache")

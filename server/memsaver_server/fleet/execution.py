@@ -286,6 +286,7 @@ class Execution:
         """Return what a reconciler is to do on engines that could not be undone, or do not answer, unless it is wanted
         already: until asked, or with these options."""
         verb = self._request.operation
+        assert self._wish is not None  # it is of mode ``all``
         back = self._wish.model_copy(update={"state": STATES[OPPOSITE[verb]], "options": {}, "until_asked": False})
         rest: list[Wanted] = []
         for part in (part for part in self._parts if part.is_stray(verb)):
@@ -300,6 +301,7 @@ class Execution:
     async def _note(self, stage: Literal["preparing", "committing", "rolling_back"]) -> None:
         engines = {part.member.name: part.as_prepared() for part in self._parts}
         digest = self._operation.digest
+        assert self._wish is not None  # it is of mode ``all``
         running = Running(stage=stage, wanted=self._wish, key=self._key, digest=digest, engines=engines)
         await self._keeper.running(self._id, running)
         self._noted = self._key

@@ -254,11 +254,12 @@ class AsyncFleet:
         operation = self.known(asked, named) or self.start(FleetOperation.of(asked, named, self._coordinator.name))
         return await operation.outcome()
 
-    async def check(self, digest: str, operation_id: str, name: str, noun: str) -> Known | None:
-        """Return what the record has of an id. Raises IdempotencyKeyError if the id, which it calls ``name``, a
-        ``noun``, stands for another request than that of ``digest``, or RecordError if the record cannot be read."""
+    async def check(self, digest: str, operation_id: str, name: str, noun: str) -> None:
+        """Raise IdempotencyKeyError if an id, which it calls ``name``, a ``noun``, stands for another request than that
+        of ``digest``, or RecordError if the record cannot be read. The id is taken by a ``start`` that follows at once.
+        """
         if not operation_id:
-            return None
+            return
         record = await self._keeper.load()
         first = record.first(operation_id, digest)
         running = self.history.get(operation_id)
@@ -266,12 +267,6 @@ class AsyncFleet:
             first = f"{running.request.operation} {operation_id}"
         if first:
             raise reused(name, first, noun)
-        return record.known(operation_id)
-
-    async def note(self, operation_id: str, known: Known) -> None:
-        """Record what an id stands for that is not of a release or resume. Raises RecordError: it is as before."""
-        if operation_id:
-            await self._keeper.begun(operation_id, known, None)
 
     def known(self, asked: AskedOfFleet, operation_id: str) -> FleetOperation | None:
         """Return the operation of this id if it answers the request, too."""
@@ -321,6 +316,8 @@ class AsyncFleet:
         if nobody := NoEngineError.of(selector, parts, strangers):
             raise nobody
         names = set().union(*(part.locks for part in parts))
+        if operation.request.operation == "resize":  # engines end it for a release or a resume, which wait for none
+            names = {f"KV cache of {part.member.name}" for part in parts}
         waits = self._locks.any_held(names)
         async with self._locks.held(names):
             if waits:  # what they hold may have changed
@@ -349,17 +346,9 @@ class AsyncFleet:
         record = await self._keeper.load()
         known = record.known(operation.id)
         members = [part.member for part in parts]
-        overtaken = known is not None and known.outcome == "begun" and record.is_overtaken(operation.id, members)
-        if known is not None and (known.outcome in ("succeeded", "cancelled") or overtaken):
-            for part in parts:
-                part.after = part.before
-            if known.outcome == "cancelled":
-                operation.given_up.set()
-                return self._finish(operation, "it was cancelled")
-            operation.how = "each"
-            for part in parts:
-                part.check(part.before, request, "asking")
-            return self._finish(operation)
+        ended = known is not None and known.outcome in ("succeeded", "cancelled")
+        if known is not None and (ended or record.is_overtaken(operation.id, members)):
+            return self._repeated(operation, known)
         execution = self._execution(operation)
         if request.fleet_mode == "best_effort":
             await execution.alone()
@@ -372,6 +361,24 @@ class AsyncFleet:
         await execution.together()
         cancelled = operation.given_up.is_set() and operation.how == "aborted"
         return self._finish(operation, "it was cancelled" if cancelled else "")
+
+    def _repeated(self, operation: FleetOperation, known: Known) -> FleetResult:
+        """Return the result of an operation that has ended, or that a later one has overtaken: it does nothing."""
+        for part in operation.parts:
+            part.after = part.before
+        if known.outcome == "cancelled":
+            operation.given_up.set()
+            return self._finish(operation, "it was cancelled")
+        operation.how = "each"
+        if known.resized is not None:  # whether its engines live or not: they do not know what it was
+            operation.parts = [Part(part.member, part.connection, after=part.before) for part in operation.parts]
+        for part in operation.parts:
+            if known.resized is None:
+                part.check(part.before, operation.asked, "asking")
+            elif known.outcome != "succeeded":
+                what = "a later call has set the size of its KV cache; use a new id to set it again"
+                part.fail("asking", EngineFailure("changed", what))
+        return self._finish(operation)
 
     def _execution(self, operation: FleetOperation) -> Execution:
         return Execution(operation, self._keeper, self._lease_s, self._coordinator.silence_s, self._report)

@@ -10,9 +10,9 @@ from typing import Literal, TypedDict
 
 
 class FleetReleaseKeywords(TypedDict, total=False):
-    verify: Literal["token"] | None
     model: str | None
     fleet_mode: Literal["all", "best_effort"] | None
+    verify: Literal["token"] | None
     restore: Mapping[str, str] | None
     trim: bool | None
     hibernate: bool | None
@@ -22,9 +22,9 @@ class FleetReleaseKeywords(TypedDict, total=False):
 
 
 class FleetResumeKeywords(TypedDict, total=False):
-    verify: Literal["token"] | None
     model: str | None
     fleet_mode: Literal["all", "best_effort"] | None
+    verify: Literal["token"] | None
     wait_for_memory_s: float | None
     weights_version: str | None
     kv_cache: Literal["whole", "shrink"] | None

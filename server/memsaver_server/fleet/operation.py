@@ -10,7 +10,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from memsaver_core.contract.errors import LeaseEndedError, TooLateToCancelError
-from memsaver_core.contract.requests import Asked, AskedOfFleet, FleetRelease
+from memsaver_core.contract.requests import Asked, AskedOfFleet, FleetRelease, FleetResize
 from memsaver_server import clock
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.record import Known, Outcome, Running, Wanted
@@ -57,7 +57,7 @@ class FleetOperation(Operation):
 
     origin: Origin
     cause: str  # why the coordinator does it, if it was not just asked to
-    wish: Wanted  # what the record is to say once it is carried out
+    wish: Wanted | None  # what the record is to say once it is carried out; None: nothing
     digest: str  # of its request; empty if no caller can name it
     prepare_key: str  # the Idempotency-Key under which engines prepare it: a new one for each attempt
     parts: list[Part] = field(default_factory=list)
@@ -79,7 +79,7 @@ class FleetOperation(Operation):
             table=FLEET,
             origin=origin,
             cause=cause,
-            wish=Wanted.of(asked, named, client, until_asked),
+            wish=None if isinstance(asked, FleetResize) else Wanted.of(asked, named, client, until_asked),
             digest=asked.digest() if origin == "caller" else "",
             prepare_key=f"{quote(named, safe=':')}-{uuid.uuid4().hex[:8]}",
         )
@@ -119,7 +119,9 @@ class FleetOperation(Operation):
 
     def known(self, outcome: Outcome) -> Known:
         """Return what the record keeps of its id."""
-        return Known(digest=self.digest, verb=self.request.operation, outcome=outcome, at=time.time())
+        verb = self.request.operation
+        resized = self.asked.selected() if verb == "resize" else None
+        return Known(digest=self.digest, verb=verb, outcome=outcome, at=time.time(), resized=resized)
 
     @property
     def phase(self) -> str:

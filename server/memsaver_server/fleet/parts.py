@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memsaver_core.contract.reports import OperationAnswer, PreparedAnswer
-from memsaver_core.contract.requests import STATES, AskedOfFleet, Verb
+from memsaver_core.contract.requests import STATES, AskedOfFleet, OperationName
 from memsaver_core.contract.status import OccupationAnswer
 from memsaver_server import clock
 from memsaver_server.fleet.connection import Connection, EngineFailure
@@ -74,7 +74,7 @@ class Part:
         self.operation_id = answer.operation_id
         self.ended()
 
-    async def perform(self, verb: Verb, body: Mapping[str, Any], phase: str, key: str | None = None) -> None:
+    async def perform(self, verb: OperationName, body: Mapping[str, Any], phase: str, key: str | None = None) -> None:
         """Carry an operation out in one call, which is the ``phase`` in which it fails."""
         try:
             self.done(await self.connection.perform(verb, body, key=key))
@@ -84,8 +84,9 @@ class Part:
         self.ended()
 
     def check(self, now: OccupationAnswer | None, asked: AskedOfFleet, phase: str) -> None:
-        """Fail in this phase if what it holds ``now`` is not as ``asked`` any more."""
-        if now is not None and (now.state == "failed" or unlike(now, STATES[asked.operation], asked.tags)):
+        """Fail in this phase if what it holds ``now`` is not as ``asked`` any more, as far as that says."""
+        state = STATES.get(asked.operation)
+        if now is not None and (now.state == "failed" or (state and unlike(now, state, asked.tags))):
             self.after = now
             self.fail(phase, EngineFailure("changed", "the operation had ended, and was undone since"))
 
@@ -99,7 +100,7 @@ class Part:
             self.after = None
             self.undo_failure = self.undo_failure or failure
 
-    def moved(self, verb: Verb) -> tuple[str, ...]:
+    def moved(self, verb: OperationName) -> tuple[str, ...]:
         """Return those of its tags that, as ``look`` saw it, are as ``verb`` leaves them."""
         rows = self.after.tags if self.after else ()
         return tuple(
@@ -108,7 +109,7 @@ class Part:
             if tag.tag in self.tags and (tag.released_bytes if verb == "release" else tag.resident_bytes)
         )
 
-    def is_stray(self, verb: Verb) -> bool:
+    def is_stray(self, verb: OperationName) -> bool:
         """Return whether it is not as before ``verb``, which was given up, or does not say."""
         now, before = self.after, self.before
         if now is None or (now.state == "failed" and (before is None or before.state != "failed")):

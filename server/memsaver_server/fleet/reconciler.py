@@ -133,9 +133,7 @@ class Reconciler:
         operation_id = failed.id if failed is not None and failed.request.operation == verb else ""
         operation = FleetOperation.of(asked, operation_id, self._coordinator.name, "reconciler", cause)
         operation.parts = [Part(part.member, part.connection)]
-        demands = {}
-        if verb == "resume" and demanded != wish.options.get("weights_version"):  # another operation decides now
-            demands = {"weights_version": demanded}
+        demands = {"weights_version": demanded} if verb == "resume" and demanded else {}
         (result,) = (await self._perform(operation, {"tags": list(tags), **wish.options, **demands})).engines
         self._report(operation.parts[0])
         if result.success:

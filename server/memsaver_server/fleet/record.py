@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.phases import OperationName
-from memsaver_core.contract.requests import ASKED_OF_FLEET, STATES, AskedOfFleet, Described, Selector, Verb
+from memsaver_core.contract.requests import ASKED_OF_FLEET, STATES, Described, FleetRelease, FleetResume, Selector, Verb
 from memsaver_server.operation.history import KEPT_S, MAX_KEPT
 from memsaver_server.wrong_fields import wrong_fields
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("memsaver")
 
 Outcome = Literal["begun", "succeeded", "failed", "cancelled"]
 #: The operation that leaves each state.
-VERBS: dict[str, Verb] = {state: verb for verb, state in STATES.items()}
+VERBS: dict[str, Verb] = {STATES[verb]: verb for verb in ASKED_OF_FLEET}
 
 
 class Wanted(Model):
@@ -34,7 +34,8 @@ class Wanted(Model):
 
     Attributes:
         tags: None means all.
-        options: what the release or resume is called with, beside tags.
+        options: what the release or resume is called with, beside tags. Once it is carried out without
+            ``weights_version``, which is among the record's demands then.
         operation_id: the fleet's operation that wished it.
         client: who asked for that.
         until_asked: released only until the next request for its model.
@@ -51,7 +52,7 @@ class Wanted(Model):
     at: float = 0.0
 
     @classmethod
-    def of(cls, asked: AskedOfFleet, operation_id: str, client: str, until_asked: bool) -> Wanted:
+    def of(cls, asked: FleetRelease | FleetResume, operation_id: str, client: str, until_asked: bool) -> Wanted:
         """Return what the record is to say once ``asked`` is carried out."""
         return cls(
             selector=asked.selected(),
@@ -64,7 +65,7 @@ class Wanted(Model):
             at=time.time(),
         )
 
-    def asked(self) -> AskedOfFleet:
+    def asked(self) -> FleetRelease | FleetResume:
         """Return the request that another coordinator has noted as this wish."""
         model = ASKED_OF_FLEET[VERBS[self.state]]
         known = {name: value for name, value in self.options.items() if name in model.model_fields}
@@ -86,6 +87,7 @@ class Known(Model):
     verb: OperationName
     outcome: Outcome  # ``begun``: one in mode ``best_effort`` whose coordinator ended first; a repeat carries it out
     at: float  # seconds since the epoch
+    resized: Selector | None = None  # the engines whose KV cache it limits
 
 
 class Prepared(Model):
@@ -131,10 +133,15 @@ class RecordContent(Model):
         return known if known is not None and known.at > time.time() - KEPT_S else None
 
     def is_overtaken(self, operation_id: str, members: Iterable[Described]) -> bool:
-        """Return whether a later wish than that of an operation which has begun is about one of these members."""
-        ids = [wish.operation_id for wish in self.wanted]
-        later = self.wanted[ids.index(operation_id) + 1 :] if operation_id in ids else self.wanted
-        return any(wish.selector.matches(member) for member in members for wish in later)
+        """Return whether another operation since is about one of these members: after a resize another resize, after
+        one that has begun and not ended any wish."""
+        known = self.ids[operation_id]
+        order = [(wish.operation_id, wish.selector) for wish in self.wanted if known.outcome == "begun"]
+        if known.resized is not None:
+            order = [(key, each.resized) for key, each in self.ids.items() if each.resized is not None]
+        ids = [key for key, _ in order]
+        later = order[ids.index(operation_id) + 1 :] if operation_id in ids else order
+        return any(selector.matches(member) for member in members for _, selector in later)
 
     def first(self, operation_id: str, digest: str) -> str:
         """Describe the other request that an id stands for; empty if it stands for that of ``digest``, or for none."""
@@ -157,7 +164,8 @@ class RecordContent(Model):
             kept = [(key, each) for key, each in ids.items() if each.at > known.at - KEPT_S and key != operation_id]
             ids = dict([*kept, (operation_id, known)][-MAX_KEPT:])
         for new in (*([] if wish is None else [wish]), *rest):
-            wanted = (*(old for old in wanted if not _covers(new, old)), new)
+            options = {name: value for name, value in new.options.items() if name != "weights_version"}
+            wanted = (*(old for old in wanted if not _covers(new, old)), new.model_copy(update={"options": options}))
         demands = self.demands if wish is None else _demands_after(wish, self.demands)
         return self.model_copy(update={"running": running, "ids": ids, "wanted": wanted, "demands": demands})
 

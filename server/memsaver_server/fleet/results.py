@@ -9,7 +9,7 @@ from pydantic import Field
 
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.reports import OperationAnswer, OperationStatusAnswer
-from memsaver_core.contract.requests import FleetMode, Selector
+from memsaver_core.contract.requests import FleetMode, OperationName, Selector
 from memsaver_core.contract.status import EngineRow as EngineRow
 from memsaver_core.contract.status import FleetOccupation, MemberRow, OccupationAnswer
 from memsaver_server.fleet.members import Member
@@ -128,7 +128,7 @@ class FleetProgress(Model):
     """An operation of the fleet. ``engines`` gives the stage of each: waiting, preparing, prepared, committing, done,
     undone or failed; or silent while it does not answer."""
 
-    operation: Literal["release", "resume"]
+    operation: OperationName
     operation_id: str
     mode: FleetMode
     stage: Stage
@@ -170,6 +170,7 @@ class FleetOccupationAnswer(FleetOccupation):
     """What the engines hold together, and each of them."""
 
     wanted: tuple[Wanted, ...]
+    demands: tuple[Demand, ...]
     progress: FleetProgress | None
 
 

@@ -47,6 +47,7 @@ def occupation(observer: Observer, running: str | None, requests: Mapping[str, i
         host_bytes=sum(hosts.values()),
         engines=tuple(_row(one, requests.get(one.name, 0), silence.get(one.name, 0.0)) for one in status.engines),
         wanted=tuple(status.wanted),
+        demands=tuple(status.demands),
         progress=status.progress,
     )
 

@@ -9,18 +9,13 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 from starlette.requests import Request
 
-from memsaver_core.contract.errors import NotFoundError
 from memsaver_core.contract.model import Model
-from memsaver_core.contract.requests import Bytes, Fields, FleetRelease, FleetResume, Selected
-from memsaver_server.controller import Answer, Models
-from memsaver_server.fleet.controller import FleetController
-from memsaver_server.fleet.results import CallRow, EngineResult
-from memsaver_server.http.auth import caller
+from memsaver_core.contract.requests import AskedOfFleet, Bytes, Fields, FleetRelease, FleetResize, FleetResume
+from memsaver_server.controller import Models
+from memsaver_server.fleet.results import EngineResult
 from memsaver_server.http.requests import failures, fields_of, guard, takes
-from memsaver_server.http.service import ServiceOf, controller_of, response_of
+from memsaver_server.http.service import ServiceOf, response_of
 from memsaver_server.http.unknown_fields import NamesIgnored
-
-FleetControllerOf = Annotated[FleetController, Depends(controller_of)]
 
 
 class RuntimeWake(Fields):
@@ -50,7 +45,7 @@ class RuntimeAnswer(Model):
     operation_id: str
     applied: bool
     phase: Literal["sleeping", "active"]
-    engines: list[EngineResult | CallRow]
+    engines: list[EngineResult]
 
 
 def router(models: Models) -> APIRouter:
@@ -72,35 +67,28 @@ def router(models: Models) -> APIRouter:
         return await operate(request, service, fields, FleetResume(**_named(fields)))
 
     @routes.post("/v1/runtime/models/kv-limit", openapi_extra=takes(RuntimeLimit))
-    async def kv_limit(request: Request, controller: FleetControllerOf, fields: Any = by_limit) -> JSONResponse:
+    async def kv_limit(request: Request, service: ServiceOf, fields: Any = by_limit) -> JSONResponse:
         """Make the KV cache of a model's engines smaller or larger while they serve, of each by itself."""
-        asked = Selected(model=fields.model_name), fields.limit_bytes, fields.operation_id
-        answer, applied = await controller.limit_kv_cache(*asked, client=caller(request))
-        if answer.status != 200:
-            return response_of(answer)
-        return _done(fields, fields.operation_id, applied, "active", answer)
+        return await operate(request, service, fields, FleetResize(**_named(fields), bytes=fields.limit_bytes))
 
-    async def operate(
-        request: Request, service: ServiceOf, fields: RuntimeWake, asked: FleetRelease | FleetResume
-    ) -> JSONResponse:
-        try:
-            known = bool(fields.operation_id) and service.controller.find(fields.operation_id).status == "succeeded"
-        except NotFoundError:
-            known = False
+    async def operate(request: Request, service: ServiceOf, fields: RuntimeWake, asked: AskedOfFleet) -> JSONResponse:
+        known = [each for each in service.controller.recent() if each.status == "succeeded"]
         operation = await service.operate(request, asked)
         answer = service.controller.answer(operation)
         if operation.status != "succeeded":
             return response_of(answer)
-        applied = bool(answer.body["released_bytes"] or answer.body["resumed_bytes"]) and not known
-        return _done(fields, operation.id, applied, "sleeping" if asked.operation == "release" else "active", answer)
+        moved = answer.body["released_bytes"] or answer.body["resumed_bytes"]
+        done = {
+            "status": "success",
+            "model_name": fields.model_name,
+            "operation_id": operation.id,
+            "applied": bool(moved) and operation not in known,
+            "phase": "sleeping" if asked.operation == "release" else "active",
+            "engines": answer.body["engines"],
+        }
+        return JSONResponse(done)
 
     return routes
-
-
-def _done(fields: RuntimeWake, operation_id: str, applied: bool, phase: str, answer: Answer) -> JSONResponse:
-    named = {"model_name": fields.model_name, "operation_id": operation_id}
-    done = {"status": "success", **named, "applied": applied, "phase": phase, "engines": answer.body["engines"]}
-    return JSONResponse(done)
 
 
 def _named(fields: RuntimeWake) -> dict[str, Any]:
