@@ -41,7 +41,7 @@ def slack(device: str) -> int:
 
 @pytest.fixture
 def tag() -> Iterator[str]:
-    """A tag that no other test uses; what is left under it is resumed at the end."""
+    """A tag that no other test uses; what is left under it is resumed at the end, and goes."""
     name = f"t-{uuid.uuid4().hex[:8]}"
     yield name
     gc.collect()
@@ -49,4 +49,5 @@ def tag() -> Iterator[str]:
         torch.cuda.synchronize()
     if name in process.saver().known_tags():
         ms.resume([name])
-    torch.cuda.empty_cache()
+    process.backend().forget_pools()  # or a later test sees their memory go
+    process.backend().empty_cache()
