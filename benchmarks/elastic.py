@@ -61,8 +61,12 @@ def reference(options: argparse.Namespace) -> Kind:
 
 
 def with_prompt(kind: Kind, model: str, number: int, length: int) -> dict[str, Any]:
-    """A prompt that is like no other, so that a cached prefix shortens few."""
-    ids = [(7919 * (place + 3) * (number + 1)) % 240 + 10 for place in range(length)]
+    """A prompt that begins like no other, so that a cached prefix is of the same prompt."""
+    ids = [
+        number % 240 + 10,
+        number // 240 + 10,
+        *((7919 * (place + number)) % 240 + 10 for place in range(length - 2)),
+    ]
     return {**kind.body, "model": model, "prompt" if "prompt" in kind.body else "input_ids": ids}
 
 

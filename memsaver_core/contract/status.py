@@ -212,6 +212,9 @@ class KvCacheAnswer(Model):
     tokens: int = Field(description="Room for so many tokens.")
     page_bytes: int
     page_tokens: int
+    recomputed: int = Field(
+        default=0, description="Prefixes computed again since the start, as the cache had no room to keep them."
+    )
 
 
 class OccupationAnswer(Model):

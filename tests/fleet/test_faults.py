@@ -31,6 +31,7 @@ from tests.waiting import wait_until
 
 from .conftest import Site, Sites
 from .moments import Moments
+from .served_fleet import served
 
 #: The steps of an operation, by a part of the request that each engine gets in it.
 STEPS = {"asking": "GET /memory_occupation", "preparing": '"prepare":true', "committing": "/commit"}
@@ -235,6 +236,18 @@ def test_what_an_engine_kept_is_kept_by_an_undo(fleet: Fleet, sites: Sites) -> N
         site.http.post("/content_written", json={}).raise_for_status()
     assert (result.rolled_back, again.success) == (True, True), (result.message, again.message)
     assert [engine.lost for engine in result.engines] == [(), ("weights",), ()]
+
+
+@pytest.mark.parametrize("at", ["Infinity", "1e400", "NaN"])
+def test_a_record_with_a_time_that_is_none_is_refused_as_it_is(sites: Sites, tmp_path: Path, at: str) -> None:
+    """It was read, and then written so that it could not be read any more."""
+    path = tmp_path / "record.json"
+    content = f'{{"ids": {{"k": {{"digest": "", "verb": "release", "outcome": "succeeded", "at": {at}}}}}}}'
+    path.write_text(content)
+    with served([site.member for site in sites.values()], record=FileRecord(path)) as http:
+        refused = http.post("/release_memory_occupation")
+        assert (refused.status_code, "finite number" in refused.text) == (503, True), refused.text
+    assert path.read_text() == content
 
 
 def test_an_undo_does_not_need_the_record(coordinate: Callable[..., Fleet], sites: Sites) -> None:

@@ -7,13 +7,15 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from memsaver_server import attach
-from memsaver_server.fleet import AsyncFleet, Member, MemoryRecord, RecordContent
+from memsaver_server.fleet import AsyncFleet, Member, MemoryRecord, RecordContent, StaticMembership
 from tests.waiting import wait_until
 
 from .conftest import Sites
@@ -155,6 +157,27 @@ def test_what_a_dead_coordinator_had_begun_does_not_take_the_place_of_a_later_on
     with served(elastic.members, record=record) as http:
         assert limit(http, 2, "one").json()["applied"], "nobody asked for another since"
     assert elastic.pages == [2, 2, 4]
+
+
+@pytest.mark.parametrize("change", ["removed", "key"])
+def test_a_member_that_leaves_is_resized_to_the_end(elastic: Elastic, tmp_path: Path, change: str) -> None:
+    """Its connection was closed meanwhile, and the call failed, although the engine did it."""
+
+    def listed(*names: str, **more: str) -> list[dict[str, str]]:
+        return [{"name": name, "url": elastic.wires[name].url, "model": "m", **more} for name in names]
+
+    path, y = tmp_path / "members.yaml", elastic.engines["y"]
+    path.write_text(yaml.safe_dump(listed("x", "y")))
+    with served(StaticMembership(path)) as http, ThreadPoolExecutor(1) as pool:
+        y.needed = 4
+        resized = pool.submit(limit, http, 2, "one")
+        wait_until(lambda: y.limits == [2])
+        after = listed("x") if change == "removed" else [*listed("x"), *listed("y", api_key="another")]
+        path.write_text(yaml.safe_dump(after))
+        assert http.get("/memory_occupation").is_success  # reads the list
+        y.needed = 1
+        assert resized.result().json()["applied"], resized.result().text
+        assert elastic.pages == [2, 2, 4]
 
 
 def test_two_at_one_time_follow_each_other_and_a_release_waits_for_neither(elastic: Elastic) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from threading import Event
 
@@ -506,6 +509,17 @@ def test_requests_that_name_no_model_of_the_fleet(engines: tuple[Engine, Engine]
         dead = http.post("/v1/completions", json=asked("gone"))
         assert (dead.status_code, dead.json()["error"]["type"]) == (503, "no_turn")
         assert int(dead.headers["Retry-After"]) >= 1
+
+
+@pytest.mark.parametrize("target", ["/v1/completions#f", "/v1/completions?x=#", "/v1/#"])
+def test_a_target_with_a_fragment_is_refused(engines: tuple[Engine, Engine], target: str) -> None:
+    with turns(engines) as http:
+        connection = HTTPConnection(http.base_url.host, http.base_url.port, timeout=600)
+        with closing(connection):
+            connection.request("POST", target, json.dumps(asked("alpha")), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            assert (answer.status, json.loads(answer.read())["error"]["type"]) == (400, "bad_request")
+        assert engines[0].state() == "released"
 
 
 def test_options_of_models_come_from_the_list_of_members(tmp_path: Path) -> None:

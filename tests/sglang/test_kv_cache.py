@@ -87,7 +87,7 @@ def test_half_of_it_goes_and_comes_back(server: Server) -> None:
         assert shrunk(server) == pytest.approx(whole["bytes"] / 2, rel=0.1)
         assert [server.generate(100, prompt) for prompt in prompts(4)] == expected
         server.service("/kv_cache", {"fraction": 1})
-        assert cache(server) == whole
+        assert {**cache(server), "recomputed": 0} == {**whole, "recomputed": 0}
         assert shrunk(server) == 0
         assert size_of_sglang(server) == SIZE
         assert [server.generate(100, prompt) for prompt in prompts(4)] == expected
@@ -97,9 +97,12 @@ def test_prefixes_that_stay_are_found_and_others_are_computed_again(server: Serv
     expected = fill(server)
     server.service("/kv_cache", {"fraction": 0.9})  # all are in pages that stay
     assert [cached(server, [number, *LONG]) for number in (11, 12, 13)] == [len(LONG)] * 3
+    recomputed = cache(server)["recomputed"]
     server.service("/kv_cache", {"fraction": 0.5})
     assert cached(server, [13, *LONG]) == 0
+    assert cache(server)["recomputed"] == recomputed + 1
     assert fill(server) == expected
+    assert cache(server)["recomputed"] == recomputed + 1
 
 
 def test_requests_behind_it_end_first(server: Server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import inf
 
 import pytest
 
@@ -19,11 +20,15 @@ def cache(size: int, used: int) -> KvCacheAnswer:
 
 
 @pytest.mark.parametrize(
-    ("size", "used", "wanted"),
-    [(400, 0, 100), (400, 200, 300), (400, 360, 600), (400, 400, 600), (800, 800, 900), (50, 10, 100)],
+    ("size", "used", "recomputed_s", "wanted"),
+    [
+        *((400, 0, inf, 100), (400, 200, inf, 300), (400, 360, inf, 600), (400, 400, inf, 600), (800, 800, inf, 900)),
+        *((50, 10, inf, 100), (400, 0, 1.0, 600), (400, 0, 20.0, 400), (400, 300, 20.0, 450), (400, 0, 31.0, 100)),
+    ],
 )
-def test_what_a_cache_wants(size: int, used: int, wanted: int) -> None:
-    assert wanted_bytes(cache(size, used), 100, 900) == wanted
+def test_what_a_cache_wants(size: int, used: int, recomputed_s: float, wanted: int) -> None:
+    """It may have had no room for a prefix so long ago."""
+    assert wanted_bytes(cache(size, used), 100, 900, recomputed_s) == wanted
 
 
 def settled(demands: list[int], sizes: list[int]) -> list[int]:
@@ -31,7 +36,7 @@ def settled(demands: list[int], sizes: list[int]) -> list[int]:
     for _ in range(60):
         for each, size in enumerate(sizes):
             rows = [
-                Row(0.0, other, wanted_bytes(cache(other, min(other, demand)), 100, 900))
+                Row(0.0, other, wanted_bytes(cache(other, min(other, demand)), 100, 900, inf))
                 for other, demand in zip(sizes, demands, strict=True)
             ]
             mine = rows.pop(each)

@@ -311,6 +311,25 @@ def test_prefixes_on_blocks_that_go_are_forgotten(engine: Engine) -> None:
         assert engine.outputs == tokens
 
 
+def test_prefixes_that_are_computed_again_are_counted(engine: Engine) -> None:
+    def recomputed(count: int) -> int:
+        before = engine.ask("read")["recomputed"]
+        for number in range(count):
+            engine.add(f"p{number}", [(number * 97 + place * 31) % 9000 + 1 for place in range(200)], 10)
+            engine.run()
+        return int(engine.ask("read")["recomputed"] - before)
+
+    assert [recomputed(3) for _ in range(3)] == [0, 0, 0]
+    recomputed(8)  # more than the cache has room for
+    assert recomputed(8) > 0
+    recomputed(3)
+    assert recomputed(3) == 0
+    engine.ask("limit", LEAST)
+    engine.shrink(LEAST)
+    recomputed(3)
+    assert recomputed(3) > 0
+
+
 @pytest.mark.parametrize("waiting", [False, True])
 def test_a_sleep_resets_the_cache_of_any_size(engine: Engine, waiting: bool) -> None:
     """vLLM's own, in which the requests that run are kept: it raises if a block stays in use."""

@@ -5,17 +5,27 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import memsaver_core as ms
 from memsaver_core.compat.patching import Function, wrap
+from memsaver_core.compat.recomputed import Recomputed
 
 #: The ``collective_rpc`` that the engine core answers itself, between two of its steps: ``args`` are the name of a
 #: method of ``BlockLimit`` and its arguments, the answer is ``{"result": ...}`` or ``{"obstacle": why not}``.
 CALL = "memsaver_kv_cache"
 
-_OF_POOL = ("blocks", "free_block_queue", "free_blocks", "get_cached_block", "evict_blocks", "num_gpu_blocks")
+_OF_POOL = (
+    "blocks",
+    "free_block_queue",
+    "free_blocks",
+    "get_cached_block",
+    "evict_blocks",
+    "num_gpu_blocks",
+    "reset_prefix_cache",
+)
 
 
 class BlockLimit:
@@ -27,6 +37,7 @@ class BlockLimit:
         self._scheduler = core.scheduler
         self._pool = core.scheduler.kv_cache_manager.block_pool
         self._held: dict[int, Any] = {}
+        self._recomputed = Recomputed()
         self._total = self._limit = self._kept = int(self._pool.num_gpu_blocks)
         cache = core.vllm_config.cache_config
         # Besides block 0, which no request gets. vLLM has the quotient, of which rounding may have changed a bit.
@@ -34,12 +45,14 @@ class BlockLimit:
         self._block_tokens = max(1, round(cache.kv_cache_size_tokens / self._total))
         wrap(self._pool, "free_blocks", self._free)
         wrap(self._pool, "get_cached_block", self._find)
+        wrap(self._pool, "reset_prefix_cache", self._recomputed.forget)
 
     def read(self) -> dict[str, int]:
         """Return the blocks that there are, have memory, are in use, that the longest request needs, up to which all
-        that are in use are, and the tokens of one."""
+        that are in use are, the tokens of one, and how many prefixes were computed again."""
         used = self._total - len(self._held) - self._pool.free_block_queue.num_free_blocks - 1
-        last = next((block.block_id for block in reversed(self._pool.blocks) if block.ref_cnt > 0), 0)
+        of_requests = (self._blocks(name) for name in self._scheduler.requests)
+        last = max((max(blocks, default=0) for blocks in of_requests), default=0)
         return {
             "total": self._total,
             "kept": self._kept,
@@ -47,6 +60,7 @@ class BlockLimit:
             "least": self._least,
             "needed": last + 1,
             "page_tokens": self._block_tokens,
+            "recomputed": self._recomputed.count,
         }
 
     def limit(self, blocks: int) -> None:
@@ -86,8 +100,10 @@ class BlockLimit:
             scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def _is_late(self, name: str) -> bool:
-        groups = self._scheduler.kv_cache_manager.get_block_ids(name)
-        return any(number >= self._limit for group in groups for number in group)
+        return any(number >= self._limit for number in self._blocks(name))
+
+    def _blocks(self, name: str) -> Iterator[int]:
+        return chain.from_iterable(self._scheduler.kv_cache_manager.get_block_ids(name))
 
     def _hold(self, blocks: Iterable[Any]) -> None:
         """Take ``blocks`` out of the queue."""
@@ -104,9 +120,11 @@ class BlockLimit:
         ours = (block for block in blocks if getattr(block, "pool", None) in (None, self._pool))
         self._hold(block for block in ours if block.block_id >= self._limit and block.ref_cnt == 0)
 
-    def _find(self, get_cached_block: Function, *args: Any, **kwargs: Any) -> Any:
+    def _find(self, get_cached_block: Function, block_hash: Any, *args: Any, **kwargs: Any) -> Any:
         """Find no prefix on a block that goes, as a new request would use the block after those that use it now."""
-        found = get_cached_block(*args, **kwargs)
+        found = get_cached_block(block_hash, *args, **kwargs)
+        if not found:
+            self._recomputed.note(block_hash)
         return None if found and any(block.block_id >= self._limit for block in found) else found
 
 

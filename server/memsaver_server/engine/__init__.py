@@ -241,6 +241,7 @@ class CachePages:
         needed: all that are in use are among the first ``needed``.
         page_bytes: device memory of a page, all layers together.
         page_tokens: tokens that a page holds.
+        recomputed: prefixes computed again since the start, as the cache had no room to keep them.
     """
 
     total: int
@@ -249,6 +250,7 @@ class CachePages:
     needed: int
     page_bytes: int
     page_tokens: int
+    recomputed: int = 0
 
 
 @runtime_checkable

@@ -38,6 +38,8 @@ DRAIN_S = 10.0
 CLIENT = "memsaver-balance"
 #: A cache of which so much is used lacks memory, and wants this many times what it has.
 PRESSED, MORE = 0.9, 1.5
+#: It lacks memory for so long after it had no room for a prefix, and then gives none for so long, seconds.
+LACKS_S, KEEPS_S = 2.0, 30.0
 #: Moves of less than this part of the largest cache are not worth it, and so much of the device stays free.
 STEP = 1 / 64
 
@@ -61,6 +63,7 @@ class Balancer:
         self._name = name
         self._stopped = threading.Event()
         self._tried_at = 0.0
+        self._recomputed, self._recomputed_at = 0, -KEEPS_S
         self._last: Operation | None = None
 
     def start(self) -> None:
@@ -82,8 +85,11 @@ class Balancer:
             return
         devices = self._lifecycle.memory.read_devices()
         cache = self._cache.read(devices)
-        wanted = wanted_bytes(cache, self._low, self._high)
-        mine = Row(time.monotonic(), cache.bytes, wanted)
+        at = time.monotonic()
+        if cache.recomputed > self._recomputed:
+            self._recomputed, self._recomputed_at = cache.recomputed, at
+        wanted = wanted_bytes(cache, self._low, self._high, at - self._recomputed_at)
+        mine = Row(at, cache.bytes, wanted)
         with _rows(devices) as rows:
             others = [row for name, row in rows.items() if name != self._name]
             rows[self._name] = mine
@@ -96,10 +102,13 @@ class Balancer:
             self._tried_at = time.monotonic()
 
 
-def wanted_bytes(cache: KvCacheAnswer, low: int, high: int) -> int:
-    """Return the size that a cache wants: half more than is in use, or half more than it has if that is full."""
-    base = cache.bytes if cache.used_bytes >= PRESSED * cache.bytes else cache.used_bytes
-    return max(low, min(int(base * MORE), high, cache.full_bytes))
+def wanted_bytes(cache: KvCacheAnswer, low: int, high: int, recomputed_s: float) -> int:
+    """Return the size that a cache wants: half more than is in use, or half more than it has if that is full or too
+    small for its prefixes, one of which was last computed again ``recomputed_s`` ago."""
+    lacks = cache.used_bytes >= PRESSED * cache.bytes or recomputed_s < LACKS_S
+    base = cache.bytes if lacks else cache.used_bytes
+    wanted = max(int(base * MORE), cache.bytes if recomputed_s < KEEPS_S else 0)
+    return max(low, min(wanted, high, cache.full_bytes))
 
 
 def target_bytes(mine: Row, others: Sequence[Row], free: int) -> int:

@@ -190,6 +190,7 @@ def _answer(pages: CachePages, devices: Iterable[DeviceMemory]) -> KvCacheAnswer
         tokens=pages.kept * pages.page_tokens,
         page_bytes=pages.page_bytes,
         page_tokens=pages.page_tokens,
+        recomputed=pages.recomputed,
     )
 
 

@@ -15,6 +15,8 @@ from memsaver_server.engine import DRAIN_POLL_S, CachePages, never
 class LimitedPages(ABC):
     """Implements ``ResizableEngine`` by what ``ask_pages`` does. One page is never handed out."""
 
+    _kept = 0  # as last read: each question waits for a step of the engine
+
     @abstractmethod
     def ask_pages(self, name: str, *arguments: Any) -> dict[str, Any]:
         """Do what ``name`` says between two steps of the engine; return ``{"result": ...}``, or ``{"obstacle": why the
@@ -59,11 +61,13 @@ class LimitedPages(ABC):
             raise
 
     def resize_kv_cache(self, pages: int) -> None:
-        self.back_pages(pages, self._ask("read")["kept"])
+        self.back_pages(pages, self._kept)
         self._ask("keep", pages)
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         answer = self.ask_pages(name, *arguments)
         if "obstacle" in answer:
             raise UnsupportedError(f"the KV cache of this engine cannot be resized: {answer['obstacle']}")
+        if name == "read":
+            self._kept = answer["result"]["kept"]
         return answer["result"]

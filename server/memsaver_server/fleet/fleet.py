@@ -30,7 +30,7 @@ from memsaver_core.contract.requests import (
 from memsaver_server.fleet.connection import Coordinator, EngineFailure
 from memsaver_server.fleet.execution import Execution
 from memsaver_server.fleet.keywords import FleetReleaseKeywords, FleetResumeKeywords
-from memsaver_server.fleet.locks import Locks
+from memsaver_server.fleet.locks import Locks, of_cache
 from memsaver_server.fleet.members import Membership
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.outcome import result_of
@@ -155,7 +155,10 @@ class AsyncFleet:
         if running is None or running.task is None or running.has_ended:
             raise FleetError(f"no operation {operation_id!r} of the fleet runs that could be cancelled")
         if not running.can_be_cancelled:
-            raise FleetError(f"operation {operation_id!r} moves memory already; do the opposite when it has ended")
+            why = "it moves memory already, or each engine by itself (best_effort)"
+            raise FleetError(
+                f"operation {operation_id!r} cannot be cancelled: {why}; do the opposite when it has ended"
+            )
         running.given_up.set()
         return await running.outcome()
 
@@ -316,8 +319,8 @@ class AsyncFleet:
         if nobody := NoEngineError.of(selector, parts, strangers):
             raise nobody
         names = set().union(*(part.locks for part in parts))
-        if operation.request.operation == "resize":  # engines end it for a release or a resume, which wait for none
-            names = {f"KV cache of {part.member.name}" for part in parts}
+        if operation.request.operation == "resize":
+            names = {of_cache(part.member.name) for part in parts}
         waits = self._locks.any_held(names)
         async with self._locks.held(names):
             if waits:  # what they hold may have changed
@@ -376,7 +379,7 @@ class AsyncFleet:
             if known.resized is None:
                 part.check(part.before, operation.asked, "asking")
             elif known.outcome != "succeeded":
-                what = "a later call has set the size of its KV cache; use a new id to set it again"
+                what = "a later call was about the size of its KV cache; use a new id to set it again"
                 part.fail("asking", EngineFailure("changed", what))
         return self._finish(operation)
 

@@ -7,6 +7,12 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 
+def of_cache(name: str) -> str:
+    """Return the name of the lock that a resize of this member's KV cache holds: a release and a resume do not wait for
+    it, as an engine ends the resize for them."""
+    return f"KV cache of {name}"
+
+
 class Locks:
     """One lock for each name. Use it in one event loop."""
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from pydantic import ValidationError
+from pydantic import FiniteFloat, ValidationError
 
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.phases import OperationName
@@ -49,7 +49,7 @@ class Wanted(Model):
     operation_id: str = ""
     client: str = ""
     until_asked: bool = False
-    at: float = 0.0
+    at: FiniteFloat = 0.0
 
     @classmethod
     def of(cls, asked: FleetRelease | FleetResume, operation_id: str, client: str, until_asked: bool) -> Wanted:
@@ -86,7 +86,7 @@ class Known(Model):
     digest: str  # of its request; empty if nobody can name it: it is the coordinator's own
     verb: OperationName
     outcome: Outcome  # ``begun``: one in mode ``best_effort`` whose coordinator ended first; a repeat carries it out
-    at: float  # seconds since the epoch
+    at: FiniteFloat  # seconds since the epoch
     resized: Selector | None = None  # the engines whose KV cache it limits
 
 

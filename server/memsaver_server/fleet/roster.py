@@ -14,7 +14,7 @@ from memsaver_core.contract.requests import Selector
 from memsaver_server import clock
 from memsaver_server.fleet.budget import uuids_of
 from memsaver_server.fleet.connection import QUIET_S, Connection, Coordinator, EngineFailure
-from memsaver_server.fleet.locks import Locks
+from memsaver_server.fleet.locks import Locks, of_cache
 from memsaver_server.fleet.members import Member, Membership, MembershipError
 from memsaver_server.fleet.parts import Part
 
@@ -161,7 +161,8 @@ class Roster:
         keys = set(map(_key, members))
         for key in self._asks.keys() - keys:
             self._asks.pop(key)[1].cancel()
-        for key in [key for key in self._connections if key not in keys and not self._locks.any_held(key[:1])]:
+        unused = [key for key in self._connections if not self._locks.any_held((key[0], of_cache(key[0])))]
+        for key in set(unused) - keys:
             if (connection := self._connections.pop(key, None)) is not None:  # else another call closes it
                 await connection.close()
         for name in self._known.keys() - {member.name for member in members}:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from memsaver_core.contract.errors import AdmissionClosedError, MemsaverError
+from memsaver_core.contract.errors import AdmissionClosedError, BadRequestError, MemsaverError
 from memsaver_server.fleet.connection import key_advice
 from memsaver_server.fleet.turns.errors import NoTurnError
 from memsaver_server.fleet.turns.slot import Slot
@@ -42,17 +42,18 @@ class Proxy:
 
     async def forward(self, request: Request, model: str, body: bytes) -> Response:
         """Return the answer of an engine of ``model``. Raises as Turns.enter, or BadGatewayError if the engine does not
-        answer; it may have begun to."""
+        answer, which may have begun to, or BadRequestError."""
         try:
             return await while_connected(request.receive, self._forward(request, model, body))
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED)
 
     async def _forward(self, request: Request, model: str, body: bytes) -> Response:
+        path = _path(request)
         for _ in range(ATTEMPTS):
             slot = await self._turns.enter(model)
             leave = partial(self._turns.leave, slot)
-            answer = await self._send(request, slot, body, leave)
+            answer = await self._send(request, path, slot, body, leave)
             if answer.status_code in (401, 403):  # our key's: that of the client is not passed on
                 await answer.aclose()
                 leave()
@@ -76,10 +77,12 @@ class Proxy:
             await self._mover.look([slot.name])
         raise NoTurnError(f"{slot.name} says that it is ready, but refuses requests")
 
-    async def _send(self, request: Request, slot: Slot, body: bytes, leave: Callable[[], None]) -> httpx.Response:
+    async def _send(
+        self, request: Request, path: bytes, slot: Slot, body: bytes, leave: Callable[[], None]
+    ) -> httpx.Response:
         upstream = await self._upstreams.to(slot.url, self._keys.get(slot.name))
         try:
-            return await upstream.send(request.method, _path(request), request_headers(request.headers.raw), body)
+            return await upstream.send(request.method, path, request_headers(request.headers.raw), body)
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
             slot.state, slot.reason = "dead", f"it gave no answer: {reason}"
@@ -93,6 +96,8 @@ class Proxy:
 def _path(request: Request) -> bytes:
     raw: bytes = request.scope["raw_path"].split(b"?")[0]
     query: bytes = request.scope["query_string"]
+    if b"#" in raw + query:  # https://www.rfc-editor.org/rfc/rfc9112#name-request-target
+        raise BadRequestError("a request's target has no fragment; send it without # and what follows")
     return raw + b"?" + query if query else raw
 
 

@@ -11,6 +11,7 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core.compat.patching import Function, wrap
+from memsaver_core.compat.recomputed import Recomputed
 from memsaver_core.resizing import KV_CACHE, behind
 from memsaver_server.integrations.adapter.engine import lacking
 
@@ -47,6 +48,7 @@ class PageLimit:
         self._limit = self._kept = self._backed = self._total
         self._held: torch.Tensor = allocator.free_pages[:0]
         self._stale = False  # whether the table may lead behind the memory
+        self._recomputed = Recomputed()
         cache = importlib.import_module("sglang.srt.mem_cache.base_prefix_cache")
         self._evict_params = cache.EvictParams
         sizing = importlib.import_module("sglang.srt.mem_cache.allocation_sizing")
@@ -54,6 +56,9 @@ class PageLimit:
         longest = own.max_req_len + sizing.get_alloc_reserve_per_decode() + 2 * self._page_tokens
         self._least = min(self._total, math.ceil(longest / self._page_tokens) + 1)
         wrap(allocator, "clear", self._clear)
+        if not getattr(own.tree_cache, "disable", True):
+            wrap(own.tree_cache, "cache_unfinished_req", self._note_computed)
+            wrap(own.tree_cache, "reset", self._recomputed.forget)
 
     def read(self) -> dict[str, int]:
         """See ``LimitedPages``. Calls no device unless requests run: it may be hibernated."""
@@ -66,6 +71,7 @@ class PageLimit:
             "needed": int(used[-1]) + 1 if len(used) else 1,
             "page_bytes": sum(each.nbytes for each in self._buffers) // self._total,
             "page_tokens": self._page_tokens,
+            "recomputed": self._recomputed.count,
         }
 
     def limit(self, pages: int) -> None:
@@ -130,6 +136,13 @@ class PageLimit:
         clear()
         self._held = self._held[:0]
         self._hold_free()
+
+    def _note_computed(self, cache_unfinished_req: Function, req: Any, *args: Any, **kwargs: Any) -> None:
+        end = len(req.prefix_indices) + self._page_tokens
+        tokens = req.get_fill_ids() if hasattr(req, "get_fill_ids") else req.fill_ids
+        if end <= len(tokens):
+            self._recomputed.note((req.extra_key, *tokens[:end]))
+        cache_unfinished_req(req, *args, **kwargs)
 
     def _hold_free(self) -> None:
         self._allocator.merge_and_sort_free()
