@@ -146,6 +146,10 @@ class EngineFailedError(MemsaverError, kind="context_lost"):
 class NotResidentError(MemsaverError, kind="not_resident", status=409):
     """The call needs memory that is released. Nothing was done."""
 
+    @classmethod
+    def of(cls, tag: str) -> NotResidentError:
+        return cls(f"the memory of {tag!r} is released; resume it first")
+
 
 class WrongWeightsError(MemsaverError, kind="wrong_weights_version", status=409):
     """The weights are not of the version that a resume demands. Nothing was resumed."""

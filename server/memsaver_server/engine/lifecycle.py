@@ -365,7 +365,7 @@ class Lifecycle:
         status = self.memory.status()
         for tag in tags:
             if status.hibernated or tag in released_tags(status):
-                raise errors.NotResidentError(f"the memory of {tag!r} is released; resume it first")
+                raise errors.NotResidentError.of(tag)
 
     def _take(self, deadline: float, given_up: Callable[[], bool]) -> bool:
         """Take the memory lock until ``deadline``, a time of the monotonic clock, or until ``given_up()``."""

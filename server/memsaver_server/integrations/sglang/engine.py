@@ -429,7 +429,7 @@ class SglangEngine(LimitedPages, base.LoopEngine):
         if name in READS or (name == "RpcReqInput" and request.method.startswith("save_")):
             status = self.memory.status()
             if status.hibernated or "weights" in released_tags(status):
-                self._answer(request, NotResidentError("weights"))
+                self._answer(request, NotResidentError.of("weights"))
                 return True
         if name in (BEGIN, END):
             return self._in_thread(self._update, request)
