@@ -155,6 +155,10 @@ def throughput(engine: Engine, prompts: int, options: argparse.Namespace, second
     return load.per_second
 
 
+def seconds(answer: dict[str, Any], phase: str) -> float:
+    return sum(each["seconds"] for each in answer["phases"] if each["name"] == phase)
+
+
 def trade(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
     large, half = 1.0 - SMALL, options.requests // 2
     kind = replace(kind, environment={**kind.environment, "VLLM_BATCH_INVARIANT": "1"})  # or tokens depend on the load
@@ -167,9 +171,10 @@ def trade(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
             giver, taker = one, other
             for _ in range(options.trades):
                 given, taken = giver.resize(SMALL), taker.resize(large)
-                waited = sum(each["seconds"] for each in given["phases"] if each["name"] == "drain")
+                waited = seconds(given, "drain")
                 row = {"bytes": given["released_bytes"], "waited": waited, "give": given["seconds"] - waited}
-                moved.append({**row, "take": taken["seconds"]})
+                row |= {"take": taken["seconds"], "unmap": seconds(given, "resize"), "map": seconds(taken, "resize")}
+                moved.append(row)
                 giver, taker = taker, giver
                 time.sleep(options.pause)
         other.resize(SMALL)
@@ -230,9 +235,9 @@ def to_markdown(result: dict[str, Any]) -> str:
         lines += [
             f"{len(moved)} trades of {moved[0]['bytes'] / GIB:.2f} GiB under load, ms, median (slowest):",
             "",
-            "| wait for requests | give | take |",
-            "|---|---|---|",
-            f"| {milliseconds('waited')} | {milliseconds('give')} | {milliseconds('take')} |",
+            "| wait for requests | give | of it, ranks | take | of it, ranks |",
+            "|---|---|---|---|---|",
+            "| " + " | ".join(map(milliseconds, ("waited", "give", "unmap", "take", "map"))) + " |",
             "",
             "| engine | answered | failed | other tokens | captures |",
             "|---|---|---|---|---|",
