@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from itertools import chain
 from pathlib import Path
 
 import pybind11
@@ -49,11 +50,8 @@ def built(target: str = "all") -> Path:
 
 def _product_objects() -> list[Path]:
     """What the product's module was linked from; none if that is missing or older than a source."""
-    objects = [
-        object
-        for each in ("core", "python")
-        for object in PRODUCT.glob(f"CMakeFiles/memsaver_{each}_objects.dir/*/*.o")
-    ]
+    compiled = [PRODUCT.glob(f"CMakeFiles/memsaver_{each}_objects.dir/*/*.o") for each in ("core", "python")]
+    objects = list(chain(*compiled))
     sources = [ROOT / "CMakeLists.txt", *filter(Path.is_file, (ROOT / "csrc").rglob("*"))]
     newest = max(source.stat().st_mtime for source in sources)
     return objects if all(each.stat().st_mtime > newest for each in objects) else []
