@@ -1,25 +1,25 @@
 """Let clang check the lock rules of csrc (csrc/support/mutex.hpp): -Wthread-safety, syntax only, nothing is built.
 
 The clang and every header come from the ziglang package. Asked for directly, it starts without zig's own driver, which
-would make an object of every file. The standard headers are parsed once for all files.
+would make an object of every file. As in the build, files that are compiled together are parsed in one piece.
 """
 
 from __future__ import annotations
 
 import platform
-import re
 import subprocess
 import sys
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from os import cpu_count
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 # The bindings hold no lock of the core's, and would need the headers of Python and pybind11.
 SOURCES = [path for path in sorted((ROOT / "csrc").rglob("*.cpp")) if path.parent.name != "python"]
-STANDARD_HEADER = re.compile(r"^#include <\w+>", re.MULTILINE)
+# Each is a program or a library of its own; all others are one.
+APART = ("hibernate", "hooks/preload_library.cpp")
 WARNINGS = ("-Wthread-safety", "-Wthread-safety-beta", "-Werror")
 # What zig tells its libc++ and glibc.
 DEFINES = (
@@ -68,17 +68,19 @@ def main() -> None:
     if spec is None or spec.origin is None:
         sys.exit("ziglang is not installed: pip install -c constraints.txt 'memsaver[lint]'")
     clang = command(Path(spec.origin).parent)
-    texts = [path.read_text() for path in (ROOT / "csrc").rglob("*.[ch]pp")]
-    headers = sorted({line for text in texts for line in STANDARD_HEADER.findall(text)})
-    with TemporaryDirectory() as folder, ThreadPoolExecutor(cpu_count()) as pool:
-        standard, parsed = Path(folder, "standard.hpp"), Path(folder, "standard.pch")
-        standard.write_text("\n".join(headers))
-        subprocess.run([*clang, "-x", "c++-header", standard, "-o", parsed], check=True)
+    pieces: dict[str, list[Path]] = defaultdict(list)
+    for path in SOURCES:
+        name = path.relative_to(ROOT / "csrc").as_posix()
+        pieces[next((each for each in APART if name.startswith(each)), "")].append(path)
 
-        def check(path: Path) -> int:
-            return subprocess.run([*clang, "-fsyntax-only", "-include-pch", parsed, path], check=False).returncode
+    def check(piece: list[Path]) -> int:
+        text = "".join(f'#include "{path}"\n' for path in piece)
+        return subprocess.run(
+            [*clang, "-fsyntax-only", "-x", "c++", "-"], input=text, text=True, check=False
+        ).returncode
 
-        sys.exit(1 if any(list(pool.map(check, SOURCES))) else 0)
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        sys.exit(1 if any(list(pool.map(check, pieces.values()))) else 0)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -91,6 +92,8 @@ class ForkServer:
         """Return once standard input has ended and, in a fork, with what it is to do."""
         gc.collect()
         gc.freeze()  # the collector does not touch loaded objects, so forks do not copy their pages
+        for finalizer in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+            finalizer.atexit = False  # torch's would take apart, at each program's end, what goes with the process
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         poll.register(0, select.POLLIN)

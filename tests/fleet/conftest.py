@@ -18,6 +18,7 @@ from tests.clock import CLOCK
 from tests.waiting import wait_until
 
 from .light_engine import LightEngine
+from .served_fleet import TRUST
 from .wire import Loop, Wire
 
 CLOCK.install()
@@ -103,7 +104,7 @@ def coordinate(sites: Sites) -> Iterator[Callable[..., Fleet]]:
 
     def make(**options: object) -> Fleet:
         members = StaticMembership([site.member for site in sites.values()])
-        made.append(Fleet(members, **{"silence_s": SILENCE_S, "lease_s": LEASE_S, **options}))
+        made.append(Fleet(members, **{"silence_s": SILENCE_S, "lease_s": LEASE_S, "verify": TRUST, **options}))
         return made[-1]
 
     yield make

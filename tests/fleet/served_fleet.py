@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,8 @@ from memsaver_server.attachment import serve_app
 from memsaver_server.fleet import AsyncFleet, Member, Record, StaticMembership
 from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
 
+#: The default of one fleet, for all of a process: making it takes longer than a test's calls.
+TRUST = ssl.create_default_context()
 Serve = Callable[..., httpx.Client]
 
 
@@ -30,7 +33,7 @@ def served(
 ) -> Iterator[httpx.Client]:
     """Serve a fleet of ``members``; yields a client of it. ``key`` is the one of the engines."""
     membership = members if isinstance(members, StaticMembership) else StaticMembership(members)
-    fleet = AsyncFleet(membership, record=record, api_key=key, silence_s=silence_s, name=name)
+    fleet = AsyncFleet(membership, record=record, api_key=key, silence_s=silence_s, verify=TRUST, name=name)
     ours = Settings(**settings)
     app = partial(create_fleet_app, fleet, ours, turns=TurnOptions(models), engine_key=key)
     headers = {"Authorization": f"Bearer {ours.api_key.get_secret_value()}"} if ours.api_key else {}

@@ -7,11 +7,16 @@ import functools
 import shutil
 import subprocess
 import sys
+import sysconfig
+from itertools import chain
 from pathlib import Path
 
 import pybind11
 
 ROOT = Path(__file__).parents[2]
+_PYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
+#: Where an editable installation compiles the product.
+PRODUCT = ROOT / "build" / f"{_PYTHON}-{_PYTHON}-{sysconfig.get_platform().replace('-', '_')}"
 
 
 @functools.cache
@@ -33,13 +38,23 @@ def built(target: str = "all") -> Path:
     ]
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one run of the tests builds at a time
+        objects = f"-DMEMSAVER_PRODUCT_OBJECTS={';'.join(map(str, _product_objects()))}"
         for command in (
-            [cmake, "-S", str(ROOT), "-B", str(folder), *options],
+            [cmake, "-S", str(ROOT), "-B", str(folder), *options, objects],
             [cmake, "--build", str(folder), "--parallel", "2", "--target", target],
         ):
             result = subprocess.run(command, capture_output=True, text=True, check=False)
             assert result.returncode == 0, result.stdout + result.stderr
     return folder
+
+
+def _product_objects() -> list[Path]:
+    """What the product's module was linked from; none if that is missing or older than a source."""
+    compiled = [PRODUCT.glob(f"CMakeFiles/memsaver_{each}_objects.dir/*/*.o") for each in ("core", "python")]
+    objects = list(chain(*compiled))
+    sources = [ROOT / "CMakeLists.txt", *filter(Path.is_file, (ROOT / "csrc").rglob("*"))]
+    newest = max(source.stat().st_mtime for source in sources)
+    return objects if all(each.stat().st_mtime > newest for each in objects) else []
 
 
 def faulty_module() -> Path:

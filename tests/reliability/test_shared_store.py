@@ -4,86 +4,56 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import sys
 import time
 import uuid
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from memsaver_core import _native
-from memsaver_core.contract.errors import ConfigurationError, OutOfHostMemoryError
+from memsaver_core.contract.errors import ConfigurationError
 from tests import forks
 from tests.amount import amount
 from tests.native import injection
-from tests.unit.saver_memory import MIB, content, fill, view
+from tests.programs import Child
+from tests.reliability.replica import UNIT, WEIGHTS
+from tests.unit.saver_memory import MIB
 from tests.waiting import wait_until
 
-FORK = multiprocessing.get_context("fork")
-WEIGHTS = 160 * MIB  # several blocks, and more than one slab
+#: benchmarks/store_soak.py with forks for its processes.
+SOAK = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2] / "benchmarks")!r})
+import store_soak
+from tests import forks
+store_soak.subprocess = forks
+store_soak.main()
+"""
 PATIENCE_S = 1.0  # kOthersTimeout of csrc/backup/save.cpp: how long a process waits for another one's part
 
 
-def replica(store: str, pipe: Connection, settings: dict[str, Any]) -> None:
-    """A process with memory, which does what it is told: ``(operation, argument)``, answered with a result."""
-    saver = _native.Saver(driver="host", host_capacity=1 << 30, verify="full", shared_backups=store, **settings)
-    address = saver.allocate(0, "weights", "host", WEIGHTS)
-    written = b""
-    while True:
-        operation, argument = pipe.recv()
-        answer: Any = None
-        try:
-            if operation == "write":
-                written = fill(address, WEIGHTS, argument)
-            elif operation == "write weights":
-                exponents = np.random.default_rng(argument).integers(0x3C00, 0x3D00, WEIGHTS // 2, dtype=np.uint16)
-                view(address, WEIGHTS)[:] = exponents.view(np.uint8)
-                written = exponents.tobytes()
-            elif operation == "fail":
-                saver.fail(argument, times=1_000_000)
-            elif operation == "count":
-                answer = saver.counts().get(argument, 0)
-            elif operation == "release":
-                answer = saver.release([], [], {})["tags"][0]
-            elif operation == "resume":
-                saver.resume([])
-                answer = content(address, WEIGHTS) == written
-            elif operation == "hold":
-                saver.delay("copy_to_host", 3600)
-                continue
-            elif operation == "status":
-                answer = saver.status()["shared_store"]
-            elif operation == "audit":
-                answer = saver.audit()
-        except OutOfHostMemoryError as error:
-            answer = str(error)
-        pipe.send(answer)
+class Replica(Child):
+    """A process with memory, which does what it is told; see replica.py."""
 
-
-class Replica:
     def __init__(self, store: str, **settings: Any) -> None:
-        self.pipe, theirs = FORK.Pipe()
-        self.process = FORK.Process(target=replica, args=(store, theirs, settings))
-        self.process.start()
-        theirs.close()
+        super().__init__(
+            "-m", "tests.reliability.replica", store, json.dumps(settings), **injection.in_child(small=True)
+        )
 
     def tell(self, operation: str, argument: Any = None) -> None:
-        self.pipe.send((operation, argument))
+        self.say(json.dumps([operation, argument]))
 
-    def ask(self, operation: str, argument: Any = None) -> Any:
+    def answer(self) -> Any:
+        return json.loads(self.read_line())
+
+    def does(self, operation: str, argument: Any = None) -> Any:
         self.tell(operation, argument)
-        return self.pipe.recv()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
+        return self.answer()
 
 
 @pytest.fixture
@@ -98,7 +68,7 @@ def replicas(store: str) -> Iterator[list[Replica]]:
     for each in three:
         each.tell("write", 7)
     for each in three:
-        each.pipe.recv()
+        each.answer()
     yield three
     for each in three:
         each.kill()
@@ -107,7 +77,7 @@ def replicas(store: str) -> Iterator[list[Replica]]:
 def all_at_once(replicas: list[Replica], operation: str) -> list[Any]:
     for each in replicas:
         each.tell(operation)
-    return [each.pipe.recv() for each in replicas]
+    return [each.answer() for each in replicas]
 
 
 def written_and_released(replicas: list[Replica], seeds: Iterator[int]) -> list[Any]:
@@ -116,7 +86,7 @@ def written_and_released(replicas: list[Replica], seeds: Iterator[int]) -> list[
     while True:
         seed, began = next(seeds), time.monotonic()
         for each in replicas:
-            each.ask("write", seed)
+            each.does("write", seed)
         reports = all_at_once(replicas, "release")
         if sum(report["backed_up_bytes"] for report in reports) == WEIGHTS or time.monotonic() - began < PATIENCE_S:
             return reports
@@ -131,14 +101,14 @@ def test_replicas_keep_one_copy(replicas: list[Replica]) -> None:
         reports = written_and_released(replicas, seeds)
         assert sum(report["backed_up_bytes"] for report in reports) == WEIGHTS
         assert all(report["backed_up_bytes"] + report["shared_bytes"] == WEIGHTS for report in reports)
-        status = replicas[0].ask("status")
+        status = replicas[0].does("status")
         assert status["processes"] == 3
         assert status["held_bytes"] == status["used_bytes"] <= 1.01 * WEIGHTS
         assert status["used_bytes"] <= status["total_bytes"] <= status["limit_bytes"]
-        assert abs(3 * status["share_bytes"] - status["held_bytes"]) < MIB
+        assert abs(3 * status["share_bytes"] - status["held_bytes"]) < UNIT
         assert all_at_once(replicas, "resume") == [True] * 3
     # One changes its content: the others' is not touched.
-    replicas[1].ask("write", next(seeds))
+    replicas[1].does("write", next(seeds))
     assert [report["unchanged_bytes"] for report in all_at_once(replicas, "release")] == [WEIGHTS, 0, WEIGHTS]
     assert all_at_once(replicas, "resume") == [True] * 3
     assert all_at_once(replicas, "audit") == [[]] * 3
@@ -147,17 +117,17 @@ def test_replicas_keep_one_copy(replicas: list[Replica]) -> None:
 @pytest.mark.guards("the process that had written a shared backup died")
 def test_the_others_keep_what_a_dead_process_wrote(replicas: list[Replica]) -> None:
     writer, *others = replicas
-    assert writer.ask("release")["backed_up_bytes"] == WEIGHTS
+    assert writer.does("release")["backed_up_bytes"] == WEIGHTS
     for report in all_at_once(others, "release"):
         assert report["shared_bytes"] == WEIGHTS
     writer.kill()
     assert all_at_once(others, "resume") == [True] * 2
-    wait_until(lambda: others[0].ask("status")["processes"] == 2)
+    wait_until(lambda: others[0].does("status")["processes"] == 2)
     others[1].kill()
-    wait_until(lambda: others[0].ask("status")["processes"] == 1)
-    assert others[0].ask("release")["unchanged_bytes"] == WEIGHTS
-    assert others[0].ask("resume")
-    status = others[0].ask("status")
+    wait_until(lambda: others[0].does("status")["processes"] == 1)
+    assert others[0].does("release")["unchanged_bytes"] == WEIGHTS
+    assert others[0].does("resume")
+    status = others[0].does("status")
     assert status["share_bytes"] == status["held_bytes"] == status["used_bytes"]
 
 
@@ -166,16 +136,16 @@ def test_the_others_keep_what_a_dead_process_wrote(replicas: list[Replica]) -> N
 def test_one_ends_in_the_middle_of_its_share(replicas: list[Replica], end: str) -> None:
     """The others copy what it had claimed."""
     dying, *others = replicas
-    dying.tell("hold")
+    dying.does("hold")
     dying.tell("release")
-    wait_until(lambda: others[0].ask("status")["used_bytes"] > 0)  # it has claimed a block
+    wait_until(lambda: others[0].does("status")["used_bytes"] > 0)  # it has claimed a block
     for each in others:
         each.tell("release")
     if end == "killed":
         dying.kill()
     else:
-        os.kill(dying.process.pid or 0, signal.SIGSTOP)
-    reports = [each.pipe.recv() for each in others]
+        os.kill(dying.process.pid, signal.SIGSTOP)
+    reports = [each.answer() for each in others]
     assert sum(report["backed_up_bytes"] for report in reports) >= WEIGHTS
     assert all_at_once(others, "resume") == [True] * 2
     assert all_at_once(others, "audit") == [[]] * 2
@@ -188,14 +158,14 @@ def test_one_that_does_not_pack_unpacks_what_others_packed(store: str, kernels: 
     plain = Replica(store, pack=False)
     try:
         if kernels == "no kernels":
-            plain.ask("fail", "has_packing")
+            plain.does("fail", "has_packing")
         for each in (packing, plain):
-            each.ask("write weights", 3)
-        assert packing.ask("release")["kept_bytes"] < 0.9 * WEIGHTS
-        assert plain.ask("release")["shared_bytes"] == WEIGHTS
+            each.does("write weights", 3)
+        assert packing.does("release")["kept_bytes"] < 0.9 * WEIGHTS
+        assert plain.does("release")["shared_bytes"] == WEIGHTS
         assert all_at_once([packing, plain], "resume") == [True, True]
-        assert plain.ask("count", "prepare_packing") > 0 or kernels == "kernels"
-        assert (plain.ask("count", "unpack") > 0) == (kernels == "kernels")
+        assert plain.does("count", "prepare_packing") > 0 or kernels == "kernels"
+        assert (plain.does("count", "unpack") > 0) == (kernels == "kernels")
         assert all_at_once([packing, plain], "audit") == [[]] * 2
     finally:
         packing.kill()
@@ -207,14 +177,14 @@ def test_it_is_bounded_for_all_together(store: str) -> None:
     first = Replica(store, host_backup_limit=int(1.5 * WEIGHTS))
     second = Replica(store, host_backup_limit=int(1.5 * WEIGHTS))
     try:
-        first.ask("write", 1)
-        second.ask("write", 2)
-        assert first.ask("release")["backed_up_bytes"] == WEIGHTS
-        assert "shared store is bounded" in second.ask("release")
-        assert second.ask("resume")  # it is resident, with its content
-        second.ask("write", 1)
-        assert second.ask("release")["shared_bytes"] == WEIGHTS
-        assert [first.ask("resume"), second.ask("resume")] == [True, True]
+        first.does("write", 1)
+        second.does("write", 2)
+        assert first.does("release")["backed_up_bytes"] == WEIGHTS
+        assert "shared store is bounded" in second.does("release")
+        assert second.does("resume")  # it is resident, with its content
+        second.does("write", 1)
+        assert second.does("release")["shared_bytes"] == WEIGHTS
+        assert [first.does("resume"), second.does("resume")] == [True, True]
     finally:
         first.kill()
         second.kill()
@@ -224,10 +194,10 @@ def test_it_is_bounded_for_all_together(store: str) -> None:
 @pytest.mark.timeout(1800)  # it may have to build the core
 def test_nothing_grows_over_many_cycles(tmp_path: Path) -> None:
     """Of three processes that share packed content, on the core with small units: memory, files, threads, the store."""
-    program = Path(__file__).parents[2] / "benchmarks" / "store_soak.py"
     options = ("--cycles", str(amount(10, long=1000)), "--weights", "1MiB", "--out", str(tmp_path))
-    environment = os.environ | injection.in_child(small=True) | {"MEMSAVER_DRIVER": "host"}
-    output = forks.run([sys.executable, str(program), *options], env=environment, capture_output=True, text=True)
+    environment = os.environ | injection.in_child(small=True)
+    environment |= {"MEMSAVER_DRIVER": "host", forks.VARIABLE: forks.address(None)}
+    output = forks.run([sys.executable, "-c", SOAK, *options], env=environment, capture_output=True, text=True)
     assert output.returncode == 0, output.stdout + output.stderr
     figures = json.loads((tmp_path / "store-soak-host.json").read_text())
     assert figures["shared_bytes"] > 0

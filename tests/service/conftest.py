@@ -19,7 +19,7 @@ from tests.clock import CLOCK
 from tests.waiting import wait_until
 
 from .lock_order import LockOrder, checked
-from .tensor_engine import Memory, TensorEngine
+from .tensor_engine import KV_BYTES, OTHER_BYTES, WEIGHTS_BYTES, Memory, TensorEngine
 
 CLOCK.install()
 
@@ -39,7 +39,7 @@ def lock_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[LockOrder]:
 
 @pytest.fixture(scope="package")
 def memory() -> Memory:
-    return Memory()
+    return Memory(weights_bytes=WEIGHTS_BYTES, kv_bytes=KV_BYTES, other_bytes=OTHER_BYTES)
 
 
 @pytest.fixture

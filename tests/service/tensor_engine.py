@@ -28,6 +28,8 @@ from memsaver_server.engine import DRAIN_POLL_S, AdmissionClosedError, DrainMode
 VOCABULARY = 997
 ALL_TAGS = ["cuda_graph", "kv_cache", "weights", "workspace"]
 MIB = 1 << 20
+#: Of the memory that the engines of a test process share: little, as each test writes and copies all of it.
+WEIGHTS_BYTES, KV_BYTES, OTHER_BYTES = 2 * MIB, 4 * MIB, MIB // 4
 
 
 class Memory:

@@ -13,7 +13,7 @@ from memsaver_core.contract.reports import PlanAnswer
 from tests.waiting import wait_until
 
 from .surface import seen
-from .tensor_engine import ALL_TAGS, MIB, TensorEngine
+from .tensor_engine import ALL_TAGS, KV_BYTES, MIB, TensorEngine
 
 
 def ask(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
@@ -38,9 +38,9 @@ def test_a_release_is_told_before_it_happens(http: httpx.Client) -> None:
     done = http.post("/release_memory_occupation", json={"restore": restore}).json()
     for tag, row in tags_of(done).items():
         assert (tags_of(plan)[tag]["bytes"], tags_of(plan)[tag]["restore"]) == (row["released_bytes"], row["restore"])
-    assert tags_of(plan)["kv_cache"]["backup_bytes"] >= 16 * MIB
+    assert tags_of(plan)["kv_cache"]["backup_bytes"] >= KV_BYTES
     assert tags_of(plan)["workspace"]["backup_bytes"] == 0
-    assert 16 * MIB <= plan["host"]["needed_bytes"] < plan["host"]["free_bytes"]
+    assert KV_BYTES <= plan["host"]["needed_bytes"] < plan["host"]["free_bytes"]
     assert not any(row["loses_content"] for row in plan["tags"])
     again = ask(http, "/release_memory_occupation")
     assert (again["host"]["needed_bytes"], sum(row["bytes"] for row in again["tags"])) == (0, 0)
@@ -59,7 +59,7 @@ def test_a_resume_is_told_before_it_happens(http: httpx.Client) -> None:
     plan = ask(http, "/resume_memory_occupation", tags=["kv_cache"])
     assert sorted(tags_of(plan)) == ["kv_cache"]
     [device] = plan["devices"]
-    assert 16 * MIB <= device["needed_bytes"] <= device["free_bytes"]
+    assert KV_BYTES <= device["needed_bytes"] <= device["free_bytes"]
     assert http.get("/memory_occupation").json()["state"] == "released"
     plan = ask(http, "/resume_memory_occupation")
     done = http.post("/resume_memory_occupation").json()
@@ -102,7 +102,7 @@ def test_content_that_would_be_lost_is_named(http: httpx.Client) -> None:
 def test_what_a_file_takes_is_counted_on_the_disk(http: httpx.Client) -> None:
     plan = ask(http, "/release_memory_occupation", restore={"kv_cache": "file"}, tags=["kv_cache"])
     assert plan["host"]["needed_bytes"] == 0
-    assert 16 * MIB <= plan["file"]["needed_bytes"] <= plan["file"]["free_bytes"]
+    assert KV_BYTES <= plan["file"]["needed_bytes"] <= plan["file"]["free_bytes"]
 
 
 def blockers(http: httpx.Client, **body: object) -> list[str]:
@@ -114,7 +114,7 @@ def blockers(http: httpx.Client, **body: object) -> list[str]:
 def test_what_would_fail_is_told_as_blockers(http: httpx.Client, driver: Driver) -> None:
     http.post("/release_memory_occupation")
     free = http.get("/memory_occupation").json()["devices"][0]["free_bytes"]
-    tenant = driver.allocate(0, "tenant", "discard", (free - 4 * MIB) // (2 * MIB) * 2 * MIB)
+    tenant = driver.allocate(0, "tenant", "discard", (free - KV_BYTES // 2) // (2 * MIB) * 2 * MIB)
     try:
         wait_until(lambda: blockers(http, tags=["kv_cache"]))  # a reading may be of a moment ago
         [reason] = blockers(http, tags=["kv_cache"])

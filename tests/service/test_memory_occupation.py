@@ -13,10 +13,10 @@ from memsaver_core.contract.reports import ErrorAnswer, OperationAnswer
 from memsaver_core.contract.status import OccupationAnswer
 from tests.dirty_pages import dirty_pages
 
-from .tensor_engine import ALL_TAGS, MIB, TensorEngine
+from .tensor_engine import ALL_TAGS, KV_BYTES, MIB, WEIGHTS_BYTES, TensorEngine
 
 PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
-BOTH = 24 * MIB
+BOTH = KV_BYTES + WEIGHTS_BYTES
 
 
 def release(http: httpx.Client, body: object = None) -> httpx.Response:
@@ -136,7 +136,7 @@ def test_release_of_one_tag_then_of_everything(http: httpx.Client) -> None:
     assert tags_of(release(http, {"tags": ["weights"]}))["weights"]["already"] is False
     tags = tags_of(release(http))
     assert tags["weights"]["already"] is True
-    assert tags["kv_cache"]["released_bytes"] >= 16 * MIB
+    assert tags["kv_cache"]["released_bytes"] >= KV_BYTES
     assert resume(http).json()["state"] == "resident"
 
 
@@ -146,7 +146,7 @@ def test_resume_of_everything_after_a_partial_release(http: httpx.Client) -> Non
     before = tokens(http)
     assert release(http, {"tags": ["kv_cache"]}).json()["released_bytes"] < BOTH
     answer = resume(http).json()
-    assert 16 * MIB <= answer["resumed_bytes"] < BOTH
+    assert KV_BYTES <= answer["resumed_bytes"] < BOTH
     assert answer["state"] == "resident"
     assert tokens(http) == before
 
@@ -197,11 +197,11 @@ def test_cached_prefixes_go_with_the_pages_that_held_them(http: httpx.Client, en
 @pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_kv_pages_come_back_as_zeros(http: httpx.Client, engine: TensorEngine) -> None:
     """Undefined pages have produced NaN elsewhere; KV pages are zero unless the engine asks otherwise."""
-    with dirty_pages(engine.kv.data_ptr(), 32 * MIB):
+    with dirty_pages(engine.kv.data_ptr(), 2 * KV_BYTES):
         release(http, {"restore": {"kv_cache": "discard"}}).raise_for_status()
         resume(http)
     assert bool((engine.kv == -1).all())  # shows that the new pages hold garbage
-    with dirty_pages(engine.kv.data_ptr(), 32 * MIB):
+    with dirty_pages(engine.kv.data_ptr(), 2 * KV_BYTES):
         assert tags_of(release(http))["kv_cache"]["restore"] == "zero"
         resume(http)
     assert not engine.kv.any()
@@ -214,8 +214,8 @@ def test_occupation_shows_what_is_held(http: httpx.Client) -> None:
     tags = {tag["tag"]: tag for tag in answer["tags"]}
     assert (answer["enabled"], answer["state"]) == (True, "released")
     assert tags["kv_cache"]["resident_bytes"] == 0
-    assert tags["kv_cache"]["released_bytes"] >= 16 * MIB
-    assert tags["weights"]["resident_bytes"] >= 8 * MIB
+    assert tags["kv_cache"]["released_bytes"] >= KV_BYTES
+    assert tags["weights"]["resident_bytes"] >= WEIGHTS_BYTES
     device = answer["devices"][0]
     assert device["free_bytes"] == device["total_bytes"] - device["used_bytes"]
     assert sum(source["bytes"] for source in device["sources"]) == device["used_bytes"]

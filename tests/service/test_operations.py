@@ -17,7 +17,7 @@ from memsaver_core._native import Saver as Driver
 from memsaver_core.contract.reports import AcceptedAnswer, OperationStatusAnswer
 from tests.waiting import wait_until
 
-from .tensor_engine import MIB, TensorEngine
+from .tensor_engine import KV_BYTES, MIB, WEIGHTS_BYTES, TensorEngine
 
 PROMPT = {"input_ids": [3, 5, 8], "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
 Serve = Callable[..., httpx.Client]
@@ -122,7 +122,7 @@ def test_clients_that_wake_at_once(http: httpx.Client, driver: Driver) -> None:
     assert {response.status for response in responses} == {200}
     assert {answer["operation_id"] for answer in answers} == {operation_id}
     assert all(answer == answers[0] for answer in answers)
-    assert answers[0]["resumed_bytes"] >= 24 * MIB
+    assert answers[0]["resumed_bytes"] >= KV_BYTES + WEIGHTS_BYTES
     assert [each["operation"] for each in http.get("/operations").json()["operations"]] == ["resume", "release"]
     assert http.get("/memory_occupation").json()["state"] == "resident"
     for caller in callers:
@@ -171,7 +171,7 @@ def test_a_call_does_not_join_across_its_opposite(http: httpx.Client, engine: Te
         repeat = post(http, "/release_memory_occupation", wait=True, **{"async": True}).json()["operation_id"]
         assert repeat == last
         engine.unblock()
-        assert until_done(http, last)["released_bytes"] >= 24 * MIB
+        assert until_done(http, last)["released_bytes"] >= KV_BYTES + WEIGHTS_BYTES
     assert http.get("/memory_occupation").json()["state"] == "released"
 
 
@@ -255,7 +255,7 @@ def test_an_operation_that_nobody_waits_for(http: httpx.Client, engine: TensorEn
         assert (now["status"], now["phase"], now["answer"]) == ("running", "drain", None)
         assert http.get("/memory_occupation").json()["state"] == "releasing"
     assert until_done(http, response.json()["operation_id"])["state"] == "released"
-    assert http.get(address).json()["answer"]["released_bytes"] >= 24 * MIB
+    assert http.get(address).json()["answer"]["released_bytes"] >= KV_BYTES + WEIGHTS_BYTES
 
 
 def test_events_tell_the_phases_as_they_come(http: httpx.Client, engine: TensorEngine) -> None:
@@ -374,10 +374,11 @@ def test_at_least_so_much_takes_what_is_discarded_first(http: httpx.Client) -> N
     assert post(http, "/release_memory_occupation", at_least_bytes=1).status_code == 200
     assert parked() == ["kv_cache"]
     post(http, "/resume_memory_occupation")
-    assert post(http, "/release_memory_occupation", at_least_bytes=17 * MIB).json()["released_bytes"] >= 17 * MIB
+    assert post(http, "/release_memory_occupation", at_least_bytes=KV_BYTES + 1).json()["released_bytes"] > KV_BYTES
     assert parked() == ["kv_cache", "workspace"]
     post(http, "/resume_memory_occupation")
-    assert post(http, "/release_memory_occupation", at_least_bytes=18 * MIB).json()["released_bytes"] >= 18 * MIB
+    most = KV_BYTES + WEIGHTS_BYTES
+    assert post(http, "/release_memory_occupation", at_least_bytes=most).json()["released_bytes"] >= most
     assert parked() == ["kv_cache", "weights", "workspace"]
     post(http, "/resume_memory_occupation")
     response = post(http, "/release_memory_occupation", at_least_bytes=1 << 40)

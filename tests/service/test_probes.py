@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.waiting import wait_until
 
-from .tensor_engine import MIB, TensorEngine
+from .tensor_engine import KV_BYTES, WEIGHTS_BYTES, TensorEngine
 
 Serve = Callable[..., httpx.Client]
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -54,28 +54,28 @@ def test_dead_is_neither_alive_nor_ready(http: httpx.Client, engine: TensorEngin
 def test_metrics_follow_a_release_and_a_resume(http: httpx.Client) -> None:
     before = scrape(http)
     assert value(before, "memsaver_state", state="resident") == 1
-    assert value(before, "memsaver_tag_bytes", tag="weights", state="resident") >= 8 * MIB
+    assert value(before, "memsaver_tag_bytes", tag="weights", state="resident") >= WEIGHTS_BYTES
     assert value(before, "memsaver_admission_open") == 1
     http.post("/release_memory_occupation")
     asleep = scrape(http)
     assert value(asleep, "memsaver_state", state="released") == 1
     assert value(asleep, "memsaver_tag_bytes", tag="weights", state="resident") == 0
-    assert value(asleep, "memsaver_tag_bytes", tag="weights", state="released") >= 8 * MIB
+    assert value(asleep, "memsaver_tag_bytes", tag="weights", state="released") >= WEIGHTS_BYTES
     assert value(asleep, "memsaver_operations_total", operation="release", outcome="success") == 1
-    assert value(asleep, "memsaver_released_bytes_total") >= 24 * MIB
+    assert value(asleep, "memsaver_released_bytes_total") >= KV_BYTES + WEIGHTS_BYTES
     assert value(asleep, "memsaver_phase_seconds_count", operation="release", phase="pause") == 1
-    assert value(asleep, "memsaver_copy_bytes_total", direction="to_host", skipped="false") >= 8 * MIB
+    assert value(asleep, "memsaver_copy_bytes_total", direction="to_host", skipped="false") >= WEIGHTS_BYTES
     http.post("/resume_memory_occupation")
     http.post("/release_memory_occupation", json={"tags": ["nothing"]})
     awake = scrape(http)
     assert value(awake, "memsaver_state", state="resident") == 1
-    assert value(awake, "memsaver_copy_bytes_total", direction="to_device", skipped="false") >= 8 * MIB
+    assert value(awake, "memsaver_copy_bytes_total", direction="to_device", skipped="false") >= WEIGHTS_BYTES
     assert value(awake, "memsaver_operations_total", operation="release", outcome="unknown_tag") == 1
 
 
 def test_device_metrics_come_from_the_last_reading(http: httpx.Client) -> None:
     wait_until(lambda: http.get("/memory_occupation").json()["devices"])
-    assert value(scrape(http), "memsaver_device_used_bytes", device="0") >= 24 * MIB
+    assert value(scrape(http), "memsaver_device_used_bytes", device="0") >= KV_BYTES + WEIGHTS_BYTES
 
 
 def test_metrics_are_not_in_the_default_registry(http: httpx.Client) -> None:

@@ -24,8 +24,8 @@ CONTENT = AS_IT_IS + 64 * MIB
 
 def weights(size: int, seed: int, dtype: str = "bfloat16") -> NDArray[np.uint8]:
     """Normal values of several scales; one block of them is repeated."""
-    block = np.random.default_rng(seed).normal(0, 1, 8 * MIB).astype(np.float32)
-    block *= np.repeat(np.float32([0.3, 0.1, 0.05, 0.02]), 2 * MIB)
+    block = np.random.default_rng(seed).normal(0, 1, MIB).astype(np.float32)
+    block *= np.repeat(np.float32([0.3, 0.1, 0.05, 0.02]), MIB // 4)
     halves = block.view(np.uint16)[1::2].copy().view(np.uint8) if dtype == "bfloat16" else block.view(np.uint8)
     return np.resize(halves, size)
 

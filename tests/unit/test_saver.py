@@ -77,7 +77,7 @@ def test_what_packing_needs_is_prepared_by_a_release() -> None:
     """In the background, so that the release is not slower; later ones pack."""
     saver = make(host_capacity=1024 * MIB)
     address = saver.allocate(0, "t", "host", 160 * MIB)
-    exponents = np.random.default_rng(1).integers(0x3C00, 0x3D00, 80 * MIB, dtype=np.uint16)
+    exponents = np.resize(np.random.default_rng(1).integers(0x3C00, 0x3D00, MIB, dtype=np.uint16), 80 * MIB)
     saver.fail("has_packing", times=1000)  # as before the kernels are compiled
     for flipped in (0, 1):
         view(address, 160 * MIB).view(np.uint16)[:] = exponents ^ flipped
