@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,13 +17,14 @@ import pytest
 
 from memsaver_core import MemsaverError
 from memsaver_core.contract.errors import IdempotencyKeyError, ServerEndsError
-from memsaver_core.contract.requests import FleetRelease, Tagged
+from memsaver_core.contract.requests import AskedOfFleet, FleetRelease, FleetResume, Tagged
 from memsaver_server import clock
 from memsaver_server.fleet import (
     AsyncFleet,
     FileRecord,
     Fleet,
     FleetEvent,
+    FleetResult,
     Member,
     MemoryRecord,
     RecordContent,
@@ -215,6 +217,59 @@ def test_a_wake_that_could_not_be_undone_leaves_its_engine_to_the_next_request(s
         wait_until(lambda: http.get("/memory_occupation").json()["engines"][0]["state"] == "released")
         wait_until(lambda: http.post("/v1/completions", json={"model": "model of a"}).status_code == 404)
         assert a.is_serving
+
+
+@pytest.mark.parametrize("asked", [FleetRelease, FleetResume])
+def test_a_turn_gives_way_to_a_release_that_a_caller_made_since(sites: Sites, asked: type[AskedOfFleet]) -> None:
+    """It waited for the caller's: a resume took the memory back, a release had the next request take it."""
+    a, record = sites["a"], MemoryRecord()
+    selected = {"selector": Selector(names=("a",))}
+
+    async def turn() -> FleetResult:
+        async with AsyncFleet(StaticMembership([a.member]), record=record) as fleet:
+            assert (await fleet.run(FleetRelease(**selected))).success
+            return await fleet.start(FleetOperation.of(asked(**selected, wait=True), "", "turns", "turns")).outcome()
+
+    result = asyncio.run(turn())
+    assert "has to resume it" in result.message
+    assert a.is_released
+    [wish] = asyncio.run(record.load()).wanted
+    assert (wish.state, wish.until_asked) == ("released", False)
+
+
+def test_a_turn_gives_way_to_a_demand_that_a_caller_made_since(sites: Sites) -> None:
+    a = sites["a"]
+    selected = {"selector": Selector(names=("a",))}
+    with a.attachment.lifecycle.writing(version="v2"):
+        pass
+
+    async def turn() -> FleetResult:
+        async with AsyncFleet(StaticMembership([a.member])) as fleet:
+            assert (await fleet.run(FleetResume(**selected, weights_version="v2"))).success
+            assert (await fleet.run(FleetRelease(**selected, wake_on_request=True))).success
+            return await fleet.start(FleetOperation.of(FleetResume(**selected), "", "turns", "turns")).outcome()
+
+    assert "callers demand other weights" in asyncio.run(turn()).message
+    assert a.is_released
+
+
+@pytest.mark.parametrize("mode", ["all", "best_effort"])
+def test_what_waits_for_another_operation_can_be_cancelled(sites: Sites, mode: str) -> None:
+    """The answer came when the other had ended, or was that memory moves already."""
+    a, b = sites["a"], sites["b"]
+    with served([a.member, b.member]) as http, ThreadPoolExecutor(2) as pool:
+        b.engine.memory.hold("release")
+        before = b.engine.memory.reached.get("release", 0)
+        first = pool.submit(http.post, "/release_memory_occupation", json={"selector": {"names": ["b"]}})
+        wait_until(lambda: b.engine.memory.reached.get("release", 0) > before)
+        named = {"operation_id": "second", "fleet_mode": mode, "wait": True, "timeout_s": 3600}
+        second = pool.submit(http.post, "/release_memory_occupation", json=named)
+        wait_until(lambda: http.get("/operations/second").is_success)
+        assert http.delete("/operations/second").json()["status"] == "cancelled"
+        assert second.result().json()["error"]["type"] == "cancelled"
+        b.engine.memory.heal()
+        assert first.result().is_success, first.result().text
+        assert (a.is_serving, b.is_released) == (True, True)
 
 
 def test_the_last_wish_for_an_engine_and_a_tag_counts(fleet: Fleet, sites: Sites) -> None:

@@ -469,6 +469,26 @@ def test_a_model_is_woken_beside_an_engine_that_hangs(engines: tuple[Engine, Eng
     loop.close()
 
 
+def test_a_swap_that_fails_leaves_the_other_awake(engines: tuple[Engine, Engine]) -> None:
+    """The engine that had made room stayed released."""
+    alpha, beta = engines
+    loop = Loop()
+    wire = Wire(str(alpha.http.base_url), loop.loop)
+    try:
+        wire.on("POST /resume_memory_occupation", "reset")
+        with served([Member("alpha", wire.url), beta.member]) as http:
+            released = beta.seen("begun")
+            expected = tokens(http, "beta")
+            refused = http.post("/v1/completions", json=asked("alpha"))
+            assert (refused.status_code, "alpha was not woken" in refused.text) == (503, True), refused.text
+            wait_until(lambda: (alpha.state(), beta.state()) == ("released", "resident"))
+            assert tokens(http, "beta") == expected
+            assert beta.seen("begun") == released + 2
+    finally:
+        wire.close()
+        loop.close()
+
+
 def test_those_idle_longest_make_room_first_and_no_more_than_needed() -> None:
     def slot(name: str, gpus: str, resident: int, released: int, used: float, busy: int = 0) -> Slot:
         made = Slot(name)

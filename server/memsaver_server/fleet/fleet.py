@@ -36,7 +36,17 @@ from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.outcome import result_of
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.reconciler import Reconciler
-from memsaver_server.fleet.record import Keeper, Known, MemoryRecord, Record, RecordContent, RecordError, Running
+from memsaver_server.fleet.record import (
+    Keeper,
+    Known,
+    MemoryRecord,
+    Record,
+    RecordContent,
+    RecordError,
+    Running,
+    is_kept_released,
+    version_for,
+)
 from memsaver_server.fleet.results import (
     EngineResult,
     FleetError,
@@ -149,16 +159,13 @@ class AsyncFleet:
         return await self.run(_asked(FleetResume, FleetResumeKeywords, selector, tags, operation_id, options))
 
     async def cancel(self, operation_id: str) -> FleetResult:
-        """Give up an operation in mode ``all`` that has not begun to commit; return its result. Idempotent. Raises
+        """Give up an operation that has not begun to move memory; return its result. Idempotent. Raises
         FleetError if none of this id runs, or it moves memory already."""
         running = self.history.get(operation_id)
         if running is None or running.task is None or running.has_ended:
             raise FleetError(f"no operation {operation_id!r} of the fleet runs that could be cancelled")
         if not running.can_be_cancelled:
-            why = "it moves memory already, or each engine by itself (best_effort)"
-            raise FleetError(
-                f"operation {operation_id!r} cannot be cancelled: {why}; do the opposite when it has ended"
-            )
+            raise FleetError(f"operation {operation_id!r} moves memory already; do the opposite when it has ended")
         running.given_up.set()
         return await running.outcome()
 
@@ -322,14 +329,25 @@ class AsyncFleet:
         if operation.request.operation == "resize":
             names = {of_cache(part.member.name) for part in parts}
         waits = self._locks.any_held(names)
-        async with self._locks.held(names):
-            if waits:  # what they hold may have changed
+        async with self._locks.held(names, operation.given_up):
+            if waits and not operation.given_up.is_set():  # what they hold may have changed
                 again = [Part(part.member, part.connection) if part.failure is None else part for part in parts]
                 await asyncio.gather(*(self.roster.ask(part) for part in again if part.failure is None))
                 parts = again
             operation.parts = parts
+            if operation.origin == "turns":
+                await self._give_way(operation)
             async with self.around(operation):
                 return await self._execute(operation)
+
+    async def _give_way(self, operation: FleetOperation) -> None:
+        """Fail the parts of a turn that a caller's operation has made void since the turn was decided."""
+        record, asked = await self._keeper.load(), operation.asked
+        for part in operation.parts:
+            if is_kept_released(part.member, record.wanted):
+                part.fail("asking", EngineFailure("conflict", "a caller has released it, and has to resume it"))
+            elif isinstance(asked, FleetResume) and asked.weights_version != version_for(part.member, record.demands):
+                part.fail("asking", EngineFailure("conflict", "callers demand other weights of it by now"))
 
     async def _reconciled(self, operation: FleetOperation, body: Mapping[str, Any]) -> FleetResult:
         """Carry out an operation of the reconciler, which holds the locks of its one engine."""
@@ -353,7 +371,7 @@ class AsyncFleet:
         if known is not None and (ended or record.is_overtaken(operation.id, members)):
             return self._repeated(operation, known)
         execution = self._execution(operation)
-        if request.fleet_mode == "best_effort":
+        if request.fleet_mode == "best_effort" and not operation.given_up.is_set():
             await execution.alone()
             return self._finish(operation)
         for part in parts:

@@ -20,11 +20,22 @@ class Locks:
         self._locks: dict[str, asyncio.Lock] = {}
 
     @asynccontextmanager
-    async def held(self, names: Iterable[str]) -> AsyncIterator[None]:
-        """Hold the locks of ``names``. They are taken in one order, so that two callers never wait for each other."""
+    async def held(self, names: Iterable[str], given_up: asyncio.Event | None = None) -> AsyncIterator[None]:
+        """Hold the locks of ``names``; only some of them if ``given_up`` is set before. They are taken in one order, so
+        that two callers never wait for each other."""
+        ends = asyncio.ensure_future((given_up or asyncio.Event()).wait())
         async with AsyncExitStack() as stack:
+            stack.callback(ends.cancel)
             for name in sorted(set(names)):
-                await stack.enter_async_context(self._locks.setdefault(name, asyncio.Lock()))
+                taken = asyncio.ensure_future(stack.enter_async_context(self._locks.setdefault(name, asyncio.Lock())))
+                try:
+                    await asyncio.wait({taken, ends}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    if not taken.done():
+                        taken.cancel()
+                        await asyncio.gather(taken, return_exceptions=True)
+                if ends.done():
+                    break
             yield
 
     def any_held(self, names: Iterable[str]) -> bool:

@@ -45,7 +45,7 @@ FLEET = Table(
     Row("queued asking preparing aborting committing rolling_back", "failed", "worker", "failed"),
     Row("asking preparing aborting", "cancelled", "worker", "cancelled", "all engines are as before"),
     Row("queued asking preparing aborting committing rolling_back", "join", "repeat", None, "as for an engine"),
-    Row("queued asking preparing aborting cancelled", "cancel", "caller", None, "in mode all"),
+    Row("queued asking preparing aborting cancelled", "cancel", "caller", None, "before engines begin"),
     Row("committing rolling_back succeeded failed", "cancel", "caller", TooLateToCancelError),
     Row("queued asking preparing aborting committing rolling_back", "commit_by_caller", "caller", LeaseEndedError),
 )
@@ -130,7 +130,7 @@ class FleetOperation(Operation):
 
     @property
     def can_be_cancelled(self) -> bool:
-        return self.asked.fleet_mode == "all" and not self.has_ended and self.table.allows(self.state, "cancel")
+        return self.how == "aborted" and not self.has_ended and self.table.allows(self.state, "cancel")
 
     @property
     def engines(self) -> dict[str, str]:

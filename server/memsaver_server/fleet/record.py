@@ -260,6 +260,12 @@ def wishes_for(member: Described, wanted: Iterable[Wanted]) -> dict[str | None, 
     return found
 
 
+def is_kept_released(member: Described, wanted: Iterable[Wanted]) -> bool:
+    """Return whether a caller has released memory of an engine, and has to resume it."""
+    wishes = wishes_for(member, wanted).values()
+    return any(wish.state == "released" and not wish.until_asked for wish in wishes)
+
+
 def wish_for(tag: str, wishes: Mapping[str | None, Wanted]) -> Wanted | None:
     """Return the one of ``wishes_for`` that counts for a tag."""
     return wishes.get(tag, wishes.get(None))

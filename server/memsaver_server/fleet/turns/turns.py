@@ -220,7 +220,7 @@ class Turns:
         asleep = [slot for slot in slots if slot.state == "asleep" and not slot.moving]
         if not asleep:
             if all(slot.state in ("dead", "kept") and not slot.moving for slot in slots):
-                states = "; ".join(f"{slot.name}: {slot.reason}" for slot in slots)
+                states = "; ".join(f"{slot.name}: {slot.reason}" for slot in slots) or "no engine has this model now"
                 why = f"no engine of {model!r} can serve now: {states}"
                 line.fail(NoTurnError(why, self._retry_after_s(slots)))
             return
@@ -302,7 +302,7 @@ class Turns:
             if making_room:
                 await self._release(making_room)
             if slot is not None:
-                await self._resume(slot)
+                await self._resume(slot, making_room)
             self._last_move_s = clock.monotonic() - began
         except (NoTurnError, FleetError, NotFoundError) as error:  # the last: an engine has left the fleet
             logger.warning("%s", error)
@@ -323,7 +323,7 @@ class Turns:
         if not result.success:  # all are as before; tried again until those who wait give up
             raise NoTurnError(f"no room was made: {result.message}")
 
-    async def _resume(self, slot: Slot) -> None:
+    async def _resume(self, slot: Slot, making_room: list[Slot]) -> None:
         demands = {"weights_version": slot.weights_version} if slot.weights_version else {}
         result = await self._mover.move("resume", [slot.name], **demands)
         if result.success:
@@ -335,6 +335,9 @@ class Turns:
             slot.extra += 1  # others hold more than was thought: one more makes room
         elif not self._others_left(slot):
             self._fail(slot, error)
+            if making_room:
+                undone = await self._mover.move("resume", [each.name for each in making_room])
+                logger.warning("the engines that made room for %s: %s", slot.name, undone.message)
         raise error
 
     def _others_left(self, slot: Slot) -> bool:
