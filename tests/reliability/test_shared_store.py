@@ -183,7 +183,7 @@ def test_it_is_bounded_for_all_together(store: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not CYCLES, reason="only `make test-long` runs it: a few cycles do not tell growth from noise")
+@pytest.mark.skipif(not CYCLES, reason="only `make test-long` runs it: in a few cycles, growth is noise")
 @pytest.mark.timeout(1800)  # it may have to build the core
 def test_nothing_grows_over_many_cycles(tmp_path: Path) -> None:
     """Of three processes that share packed content, on the core with small units: memory, files, threads, the store."""
