@@ -15,7 +15,7 @@ from memsaver_server import clock
 from tests import forks
 
 #: How long nothing may have happened before the clock moves, and by how much it does then, seconds.
-QUIET_S, STEP_S = 0.004, 0.04
+QUIET_S, STEP_S = 0.008, 0.08
 #: How often those look at it that wait by it, seconds; and event loops, which are woken.
 LOOK_S, LONG_S = 0.05, 1.0
 #: Its pace while something else moves, as a share of the system's.
