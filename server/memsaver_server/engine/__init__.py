@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast, get_args, runtime_checkable
@@ -17,6 +17,7 @@ from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_core.contract.status import DeviceMemory, Status
 from memsaver_core.phases import PhaseLog
 from memsaver_core.ranks.plans import plan_release, reserve
+from memsaver_server import clock
 
 #: How often a drain looks whether its caller has given it up, seconds.
 DRAIN_POLL_S = 0.05
@@ -25,6 +26,14 @@ DRAIN_POLL_S = 0.05
 def never() -> bool:
     """The caller of a drain does not give it up."""
     return False
+
+
+def waits(deadline: float, given_up: Callable[[], bool], now: Callable[[], float] = clock.monotonic) -> Iterator[float]:
+    """Yield how long to wait next for something, seconds: 0, then up to ``DRAIN_POLL_S``. Ends at the ``deadline``, a
+    time of the clock ``now``, or once ``given_up()`` is true."""
+    yield 0.0
+    while not given_up() and (left := deadline - now()) > 0:
+        yield min(DRAIN_POLL_S, left)
 
 
 def check_drain_mode(mode: str) -> None:

@@ -27,7 +27,7 @@ from memsaver_core.contract.requests import DrainMode, Release, ResizeKvCache, R
 from memsaver_core.contract.status import Status, TagStatus
 from memsaver_core.phases import PhaseLog
 from memsaver_server import clock
-from memsaver_server.engine import DRAIN_POLL_S, Engine, WatchedMemory, memory_of, unwritten_weights
+from memsaver_server.engine import Engine, WatchedMemory, memory_of, unwritten_weights, waits
 from memsaver_server.engine.admission import Admission, failed_for_good
 from memsaver_server.engine.tag_selection import COMMON_TAGS, lost_tags, narrowed, needs_writing, released_tags
 from memsaver_server.engine.verification import Verification
@@ -369,10 +369,7 @@ class Lifecycle:
 
     def _take(self, deadline: float, given_up: Callable[[], bool]) -> bool:
         """Take the memory lock until ``deadline``, a time of the monotonic clock, or until ``given_up()``."""
-        while not self._moving.acquire(timeout=max(0.0, min(DRAIN_POLL_S, deadline - clock.monotonic()))):
-            if given_up() or clock.monotonic() >= deadline:
-                return False
-        return True
+        return any(self._moving.acquire(timeout=wait_s) for wait_s in waits(deadline, given_up))
 
     def _take_between_updates(self, operation: Operation, log: PhaseLog) -> None:
         """Take the memory lock; raise MemoryBusyError if a weight update takes too long, or OperationCancelledError."""

@@ -29,7 +29,7 @@ from memsaver_core.contract.requests import (
 from memsaver_core.contract.status import HealthAnswer
 from memsaver_server.audit import AuditLog
 from memsaver_server.client.requests import path_of
-from memsaver_server.controller import Answer, Capability, EngineState, Models
+from memsaver_server.controller import TICK_S, Answer, Capability, EngineState, Models
 from memsaver_server.fleet import results
 from memsaver_server.fleet.broadcast import answer_of, call_each
 from memsaver_server.fleet.fleet import AsyncFleet
@@ -52,8 +52,6 @@ from memsaver_server.settings import Settings
 TURNS = "turns"
 #: Time for operations in progress when the service ends, seconds.
 GRACE_S = 5.0
-#: Poll interval of an event stream, seconds.
-TICK_S = 0.1
 
 
 class FleetController:

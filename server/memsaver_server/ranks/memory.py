@@ -122,10 +122,8 @@ class RankMemory(Group):
 
     def check_tags(self, tags: Sequence[str] | None) -> list[str]:
         names = list(dict.fromkeys(tags or ()))
-        known = {*WELL_KNOWN_TAGS, *(tag.tag for tag in self.status().tags)}
-        unknown = [name for name in names if name not in known]
-        if unknown and self.enabled():
-            raise errors.UnknownTagError.of(unknown, sorted(known))
+        if self.enabled():
+            errors.UnknownTagError.check(names, (*WELL_KNOWN_TAGS, *(tag.tag for tag in self.status().tags)))
         return names
 
     def status(self) -> Status:
