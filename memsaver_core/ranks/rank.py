@@ -115,7 +115,7 @@ class Rank:
         return self.followed(functools.partial(ms.resume_with, tagged))
 
     def followed(self, operate: Callable[..., OperationReport]) -> OperationReport:
-        """Run ``operate(log=...)``, followed by the progress record."""
+        """Run ``operate(log=...)``; meanwhile the progress record shows its progress."""
         log = ms.PhaseLog(read_devices)
         try:
             with self._progress.following(log):

@@ -86,10 +86,11 @@ class WatchedMemory(Memory, Protocol):
     """A memory in other processes; the death of one is an event."""
 
     def on_failure(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called once ``status`` says ``failed``, from any thread."""
+        """Call ``call`` once ``status`` is ``failed``, at once if it is; from any thread."""
 
     def take_lost(self) -> set[str]:
-        """Return the tags whose content a failed release has lost although they are resident again; each once."""
+        """Return the tags that are resident again after a failed release, but without their content. Each call returns
+        only tags that no call before has returned."""
 
 
 class _LocalMemory:

@@ -354,13 +354,11 @@ class EngineController:
         return self._metrics.scrape()
 
     def _failed_reason(self, now: Snapshot) -> str:
-        """Return why the process can never serve again, or an empty string."""
         if now.state != "failed" and self.engine.is_alive():
             return ""
         return now.closed_reason or f"engine {self.name!r} is dead"
 
     def _unready_reason(self, now: Snapshot) -> str:
-        """Return why the engine accepts no requests now, or an empty string."""
         return self._failed_reason(now) or now.closed_reason or stopped_ranks(now.status.ranks)
 
     async def _fresh(self) -> Sample:

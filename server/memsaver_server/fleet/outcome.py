@@ -63,7 +63,6 @@ def _message(operation: FleetOperation, strays: Sequence[Part], prepared_for_s: 
 
 
 def _listed(texts: Iterable[str]) -> str:
-    """Return the first texts, and how many more there are."""
     every = list(texts)
     more = [f"and {len(every) - _LISTED} more"] if len(every) > _LISTED else []
     return "; ".join(every[:_LISTED] + more)

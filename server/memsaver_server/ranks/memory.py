@@ -109,7 +109,7 @@ class RankMemory(Group):
         super().__init__(channel, processes or {}, deadlines or Deadlines())
         self._operation = ""
         self._began = 0.0
-        #: The policies that a release had for these tags instead of their usual ones.
+        #: By tag, the policy that its release named in place of the usual one.
         self._overrides: dict[str, RestorePolicy] = {}
         self._lost: set[str] = set()
 
@@ -330,7 +330,6 @@ class RankMemory(Group):
 
     @contextmanager
     def _operating(self, operation: Verb, log: PhaseLog) -> Iterator[Steps]:
-        """The steps of ``operation`` are taken inside."""
         self.raise_if_failed()
         self.progress.begin()
         self._operation, self._began = operation, time.monotonic()

@@ -96,7 +96,7 @@ class RankGroup:
         _join(self._store, 0, self._options)
         runner = LeadingRunner(self, self._options)
         connected = started(lambda: self._listener.accept(LIMITS_S["load"]))
-        wait_for({connected, self.failed}, return_when=FIRST_COMPLETED)
+        self._first(connected)
         self.check()
         self._channel = SocketChannel(_answer_for(runner), connected.result())
         self.memory = RankMemory(self._channel)
@@ -106,7 +106,7 @@ class RankGroup:
     def load(self, runner: Future[ModelRunner]) -> ModelRunner:
         """Return the result of a thread that calls ``make_runner``; raise RanksFailedError, or as ``ModelRunner``."""
         with self._bounded("load"):
-            wait_for({runner, self.failed}, return_when=FIRST_COMPLETED)
+            self._first(runner)
         wait_for({runner}, END_S)  # it ends after a failure too, unless its thread waits for a rank to join the group
         if not runner.done() or not isinstance(runner.exception(), ValueError | None):
             self.check()
@@ -167,6 +167,10 @@ class RankGroup:
         if self._aborting.acquire(timeout=END_S) and _in_group():  # not acquired: an abort still runs inside NCCL
             dist.destroy_process_group()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _first(self, done: Future[Any]) -> None:
+        """Wait for ``done``, or until the ranks have failed."""
+        wait_for({done, self.failed}, return_when=FIRST_COMPLETED)
 
     @contextmanager
     def _bounded(self, what: str) -> Iterator[None]:
