@@ -214,7 +214,7 @@ class Communicators:
         )
 
     def _await_late(self, deadline: float) -> None:
-        """Wait for the call under way, which may be one that an earlier operation gave up."""
+        """Wait for the call into NCCL that has not returned, if any; an earlier operation may have made it."""
         if (call := self._late) is None:
             return
         try:

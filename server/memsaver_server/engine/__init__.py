@@ -58,8 +58,8 @@ class Memory(Protocol):
     def resume(self, request: Tagged, *, log: PhaseLog | None = None) -> OperationReport: ...
 
     def check_release(self, request: MemoryRequest) -> object:
-        """Raise what ``release`` would raise now because it is impossible. May hold what the release needs until then,
-        or until ``give_back_reserved``."""
+        """Raise the error with which ``release`` would certainly fail now. May hold what the release needs, until that
+        or ``give_back_reserved`` is called."""
 
     def reserve(self, request: Tagged) -> None:
         """Take the device memory that ``resume`` needs, which then cannot run short, and hold it until ``resume`` or
@@ -174,8 +174,8 @@ class Engine(Protocol):
         before admission opens; called again with the same tags if it raised.
 
         Returns:
-            Those of ``lost`` that have their content again. Admission stays closed until the content of others is
-            written, if a release discarded it although their regions keep it, or if they are ``weights``.
+            Those of ``lost`` that have their content again. Admission stays closed until the content of the others is
+            written, if they are ``weights`` or a release discarded content that their regions would have kept.
         """
 
 

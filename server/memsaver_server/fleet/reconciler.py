@@ -59,7 +59,7 @@ class Reconciler:
         self._rivals: set[str] = set()  # other coordinators that hold engines of ours
 
     async def keep(self, once: Callable[[], Awaitable[object]], interval_s: float) -> None:
-        """Call ``once`` for ever: at each interval, and when the members change. Errors are logged and end nothing."""
+        """Call ``once`` at each interval, and when the members change, without end. Errors are logged."""
         trouble = ""
         while True:
             going = asyncio.ensure_future(once())

@@ -108,7 +108,7 @@ class OperationQueue:
         return ended
 
     def _joined(self, request: Asked, key: str | None, client: str) -> Operation | None:
-        """Return the operation whose result is the state that ``request`` asks for, once all that is queued has run."""
+        """Return the operation that leaves the state that ``request`` asks for, unless a later one changes that."""
         for other, _ in reversed(self._pending):
             if other.is_shared_with(key, client) and other.join(request):
                 return other

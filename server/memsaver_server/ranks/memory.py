@@ -188,7 +188,7 @@ class RankMemory(Group):
         return self._merged_report("resume", steps.reports, log)
 
     def check_release(self, request: MemoryRequest) -> None:
-        """Raise what ``release`` would raise now because it is impossible; holds the disk space that it needs."""
+        """Raise the error with which ``release`` would certainly fail now; hold the disk space that it needs."""
         with self._operating("release", PhaseLog(read=self.read_devices)) as steps:
             self._to_suspend(request, self._plans(steps, request))
             self._hold(steps, Phase.CHECK, Reserve("release", request))

@@ -70,7 +70,7 @@ class Slot:
 
 
 def victims(slot: Slot, slots: Sequence[Slot]) -> list[Slot] | None:
-    """Return the engines that have to be released, in whole, before ``slot`` fits; None if it would not fit even then.
+    """Return the engines whose whole release makes room for ``slot``; None if even the release of all would not.
 
     Those without requests in flight come first, of those the one that has been idle longest.
     """
