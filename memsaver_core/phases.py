@@ -108,7 +108,7 @@ class PhaseLog:
 
     @contextmanager
     def running(self, current: Callable[[], str]) -> Iterator[None]:
-        """Note that what runs inside is the phase that ``current`` returns; its report is added apart, by ``add``."""
+        """Note that what runs inside is the phase that ``current`` returns; its report is added later, by ``add``."""
         # Drops the start of a phase that could not be recorded.
         self.starts = (*self.starts[: len(self.phases)], time.time())
         self._current, self.failed = current, ""

@@ -76,6 +76,11 @@ def existing_saver() -> _native.Saver | None:
     return _saver
 
 
+def known_tags() -> list[str]:
+    """Return the tags that regions of this process have used."""
+    return [] if _saver is None else _saver.known_tags()
+
+
 def saver() -> _native.Saver:
     """Return the saver; makes it at the first call. Raises ConfigurationError if the driver that the settings name
     cannot be used here, ForkedProcessError if this process was forked from one that uses memsaver."""

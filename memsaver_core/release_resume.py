@@ -11,14 +11,7 @@ import torch
 from memsaver_core import _native, communicators, disk, hibernation, library_caches, process
 from memsaver_core.contract.errors import OutOfDeviceMemoryError, UnknownTagError, UnsupportedError
 from memsaver_core.contract.phases import Phase
-from memsaver_core.contract.policies import (
-    DEFAULT_POLICIES,
-    WELL_KNOWN_TAGS,
-    PolicyLike,
-    RestorePolicy,
-    keeps_any,
-    parse_policy,
-)
+from memsaver_core.contract.policies import WELL_KNOWN_TAGS, PolicyLike, keeps_any, parse_policy, policy_for
 from memsaver_core.contract.reports import OperationReport, TagReport
 from memsaver_core.contract.requests import MemoryRequest, Tagged, Verb
 from memsaver_core.contract.status import DeviceMemory, HostBackupStatus, Progress, SharedStoreStatus, Status, TagStatus
@@ -45,12 +38,8 @@ def check_tags(tags: Iterable[str] | None) -> list[str]:
     """Return ``tags`` without repeats; an empty list means all, as does None. Raises UnknownTagError if one is neither
     well known nor used by any region."""
     names = list(dict.fromkeys(tags or ()))
-    saver = process.existing_saver()
-    known = saver.known_tags() if saver is not None else []
     if process.enabled():
-        unknown = [name for name in names if name not in known and name not in WELL_KNOWN_TAGS]
-        if unknown:
-            raise UnknownTagError.of(unknown, sorted({*known, *WELL_KNOWN_TAGS}))
+        UnknownTagError.check(names, (*process.known_tags(), *WELL_KNOWN_TAGS))
     return names
 
 
@@ -306,8 +295,8 @@ def _report(operation: Verb, names: list[str], result: dict[str, Any], log: Phas
     tags = {tag["tag"]: TagReport(**tag) for tag in result["tags"]}
     for name in names:
         if name not in tags:  # well known, with no memory under it
-            policy = DEFAULT_POLICIES.get(name, RestorePolicy.DISCARD).value
-            tags[name] = TagReport(tag=name, restore=policy, state="resident", already=True)
+            restore = policy_for(name, None).value
+            tags[name] = TagReport(tag=name, restore=restore, state="resident", already=True)
     ordered = tuple(tags[name] for name in names or tags)
     return log.report(operation, ordered)
 

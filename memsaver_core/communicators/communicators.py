@@ -44,7 +44,7 @@ class Communicators:
         self._late: _Call | None = None
 
     def register(self, name: str, comm: int, *, ranks: int, rank: int, device: int | None = None) -> None:
-        """Have a communicator suspended that memsaver does not find by itself.
+        """Register a communicator that memsaver does not find by itself, so that it is suspended and resumed, too.
 
         Found are those of torch's process groups, of vLLM's and of SGLang's PyNcclCommunicator. Raises
         ConfigurationError if the name is taken.
@@ -62,7 +62,7 @@ class Communicators:
             self._registered[name] = made
 
     def register_buffers(self, name: str, buffers: PeerBuffers) -> None:
-        """Have the buffers of an engine's own all-reduce suspended; for ``name`` and errors see ``register``."""
+        """Register the buffers of an engine's own all-reduce likewise; for ``name`` and errors see ``register``."""
         self._check_free(name)
 
         def held() -> Held:
@@ -214,7 +214,7 @@ class Communicators:
         )
 
     def _await_late(self, deadline: float) -> None:
-        """Wait for the call under way, which may be one that an earlier operation gave up."""
+        """Wait for the call into NCCL that has not returned, if any; an earlier operation may have made it."""
         if (call := self._late) is None:
             return
         try:

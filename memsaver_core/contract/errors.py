@@ -4,7 +4,7 @@ happened, to what, and what to do. After any error each allocation has its conte
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -63,6 +63,12 @@ class UnknownTagError(MemsaverError, LookupError, kind="unknown_tag", status=400
             unknown,
             known,
         )
+
+    @classmethod
+    def check(cls, tags: Sequence[str], known: Collection[str]) -> None:
+        """Raise the error if one of ``tags`` is not ``known``."""
+        if unknown := [tag for tag in tags if tag not in known]:
+            raise cls.of(unknown, sorted(set(known)))
 
 
 class OutOfDeviceMemoryError(MemsaverError, kind="out_of_device_memory", status=503, retry_after_s=RETRY_AFTER_S):

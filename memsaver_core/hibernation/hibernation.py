@@ -22,7 +22,7 @@ _RESTORE_STEPS = ("restore", "cuCheckpointProcessRestore")
 #: How long CUDA calls in flight may take to end before a hibernation is given up, milliseconds.
 LOCK_TIMEOUT_MS = 10_000
 
-#: What undoes a step that failed half way, or repeats it, by the step and the state that the driver reports after it.
+#: The request that undoes or repeats a step that failed half way: by the step, and the state that the driver reports.
 _UNDO = {("lock", "locked"): "unlock", ("checkpoint", "checkpointed"): "restore", ("unlock", "locked"): "unlock"}
 
 #: States of the process. UNKNOWN: the driver did not say; each step finds out.

@@ -126,7 +126,7 @@ def _look(names: tuple[str, ...]) -> tuple[list[TagStatus], Status]:
 
 
 def _to_fit(needed: int, free: int) -> int:
-    """Return ``needed``; if it exceeds ``free``, less what torch holds free and no backup has. To ask that is slow."""
+    """Return ``needed``. If it exceeds ``free``, subtract what torch holds free without a backup: slow to find."""
     if needed <= free:
         return needed
     return max(0, needed - sum(size for _, size in process.backend().dead_ranges(process.saver())))

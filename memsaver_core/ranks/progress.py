@@ -97,7 +97,7 @@ class GroupProgress:
         self._asked = {rank: words[_BEGUN] for rank, words in self._records.items()}
 
     def late(self) -> dict[int, str]:
-        """Return what each rank that has not carried out the last message is at."""
+        """Return, for each rank that has not carried out the last message, how far it is."""
         late = {}
         for rank, words in self._records.items():
             if words[_BEGUN] == self._asked.get(rank, 0):

@@ -115,7 +115,7 @@ class Rank:
         return self.followed(functools.partial(ms.resume_with, tagged))
 
     def followed(self, operate: Callable[..., OperationReport]) -> OperationReport:
-        """Run ``operate(log=...)``, followed by the progress record."""
+        """Run ``operate(log=...)``; meanwhile the progress record shows its progress."""
         log = ms.PhaseLog(read_devices)
         try:
             with self._progress.following(log):
@@ -167,6 +167,5 @@ class Rank:
 
 def _here(tags: Iterable[str]) -> tuple[str, ...]:
     """Return those of ``tags`` that this process has; ranks of one engine may have different ones."""
-    saver = process.existing_saver()
-    known = {*WELL_KNOWN_TAGS, *(saver.known_tags() if saver is not None else ())}
+    known = {*WELL_KNOWN_TAGS, *process.known_tags()}
     return tuple(tag for tag in tags if tag in known)

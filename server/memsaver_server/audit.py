@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
 
 from memsaver_core.contract.errors import ConfigurationError
 from memsaver_server.log_output import LogOutput, write_all
@@ -46,12 +45,9 @@ class AuditLog:
 
     def record(self, operation: Operation, outcome: str) -> None:
         """Write the line of an operation that has ended."""
-        self.write(_line(operation, outcome))
-
-    def write(self, fields: Mapping[str, object]) -> None:
         if self._file is None and not logger.isEnabledFor(logging.INFO):
             return
-        line = json.dumps(fields)
+        line = json.dumps(_line(operation, outcome))
         logger.info("%s", line)
         if self._file is not None:
             self._lines.put(line.encode() + b"\n")

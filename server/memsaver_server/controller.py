@@ -19,6 +19,9 @@ from memsaver_core.contract.status import HealthAnswer, OccupationAnswer
 from memsaver_server.metrics import CallerFigures
 from memsaver_server.operation.operation import Operation as Operation
 
+#: Poll interval of a stream of events, seconds.
+TICK_S = 0.1
+
 
 @dataclass(frozen=True)
 class Answer:

@@ -25,7 +25,8 @@ OTHER_VARIABLES = (
 )
 
 _SIZE = TypeAdapter(ByteSize)
-#: How like a known name a name must be to count as misspelt. Kubernetes sets variables such as MEMSAVER_SERVICE_HOST.
+#: Least similarity to a known name, by difflib, of a name that counts as misspelt. Kubernetes sets variables such as
+#: MEMSAVER_SERVICE_HOST, which are not.
 _LIKENESS = 0.8
 
 

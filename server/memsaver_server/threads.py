@@ -8,9 +8,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from memsaver_core.contract.errors import NoThreadError
+from memsaver_core.rendezvous import settle
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -42,12 +44,8 @@ async def in_thread(
     context = contextvars.copy_context()
 
     def run() -> None:
-        if not done.set_running_or_notify_cancel():
-            return
-        try:
-            done.set_result(context.run(work, *arguments, **named))
-        except BaseException as error:
-            done.set_exception(error)
+        if done.set_running_or_notify_cancel():
+            settle(done, partial(context.run, work, *arguments, **named))
 
     try:
         # The executor queues the call before it starts a thread for it.
@@ -64,13 +62,13 @@ def on_this_loop(done: Future[None]) -> asyncio.Future[None]:
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
 
-    def settle() -> None:
+    def end() -> None:
         if not ended.done():
             ended.set_result(None)
 
     def notify(_: Future[None]) -> None:
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle)
+            loop.call_soon_threadsafe(end)
 
     done.add_done_callback(notify)
     return ended

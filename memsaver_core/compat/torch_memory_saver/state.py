@@ -63,8 +63,8 @@ def is_plentiful(spare_bytes: int) -> bool:
 
 
 class SpareMemory:
-    """What a saver keeps pinned between a resume and the next pause, which is then faster; torch_memory_saver frees it.
-    It is kept while the host has plenty of memory, at most for ``KEPT_FOR_S``."""
+    """Host memory that stays pinned between a resume and the next pause, which is then faster. It is kept while the
+    host has plenty of memory, at most for ``KEPT_FOR_S``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -109,11 +109,12 @@ class MemsaverAllocator:
             return
         given = (self.default_tag,) if offload_tags is None else offload_tags
         kept = frozenset((given,) if isinstance(given, str) else given)
-        ms.release(restore={tag: policy_at_sleep(tag, kept) for tag in known_tags()})
+        ms.release(restore={tag: policy_at_sleep(tag, kept) for tag in process.known_tags()})
 
     def discard(self, tags: Sequence[str] | str) -> None:
         """Release ``tags`` without keeping their content. Tags that do not exist are ignored."""
-        names = [tag for tag in ((tags,) if isinstance(tags, str) else tags) if tag in known_tags()]
+        known = process.known_tags()
+        names = [tag for tag in ((tags,) if isinstance(tags, str) else tags) if tag in known]
         if names:
             ms.release(names, restore={tag: policy_at_sleep(tag, frozenset()) for tag in names})
 
@@ -124,7 +125,7 @@ class MemsaverAllocator:
         if tags is None:
             ms.resume()
             return
-        names = [tag for tag in known_tags() if tag in tags or tag not in DEFERRABLE]
+        names = [tag for tag in process.known_tags() if tag in tags or tag not in DEFERRABLE]
         if names:
             ms.resume(names)
 
@@ -163,11 +164,6 @@ def policy_at_sleep(tag: str, offloaded: frozenset[str]) -> RestorePolicy:
         return RestorePolicy.HOST
     policy = policy_of(tag)
     return RestorePolicy.DISCARD if policy == RestorePolicy.HOST else policy
-
-
-def known_tags() -> list[str]:
-    saver = process.existing_saver()
-    return saver.known_tags() if saver is not None else []
 
 
 @contextmanager

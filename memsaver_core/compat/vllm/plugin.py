@@ -304,7 +304,7 @@ def _workspace_tag(manager: Any, required_bytes: int = 0, *_: Any, **__: Any) ->
 
 
 def _sampling_tag(logits: Any, *_: Any, **__: Any) -> str | None:
-    """For a buffer of each device, which is never freed."""
+    """Of the buffer that vLLM keeps for each device and never frees."""
     if (cache := getattr(sys.modules[SAMPLING], "_TRITON_BUFFER_CACHE", None)) is None:
         return None
     held = cache.get((logits.device, logits.dtype, logits.shape[-1]))
@@ -318,7 +318,7 @@ def _multiprocessors(device: int | None) -> int:
 
 
 def _flashinfer_tag(builder: Any = None, *_: Any, **__: Any) -> str | None:
-    """For workspaces that are allocated at their first use and then kept: the module's, and that of each builder."""
+    """Of workspaces that are allocated at their first use and then kept: the module's, and one for each builder."""
     names = vars(sys.modules[FLASHINFER] if builder is None else builder)
     held = names.get("trtllm_workspace_buffer" if builder is None else "_workspace_buffer", "?")
     return allocator.WORKSPACE if held is None else None

@@ -212,7 +212,6 @@ def _driver_release() -> str:
 
 
 def _nvml() -> Any:
-    """Return the module of NVML, ready for calls."""
     import pynvml
 
     pynvml.nvmlInit()

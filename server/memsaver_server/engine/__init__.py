@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast, get_args, runtime_checkable
@@ -17,6 +17,7 @@ from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_core.contract.status import DeviceMemory, Status
 from memsaver_core.phases import PhaseLog
 from memsaver_core.ranks.plans import plan_release, reserve
+from memsaver_server import clock
 
 #: How often a drain looks whether its caller has given it up, seconds.
 DRAIN_POLL_S = 0.05
@@ -25,6 +26,14 @@ DRAIN_POLL_S = 0.05
 def never() -> bool:
     """The caller of a drain does not give it up."""
     return False
+
+
+def waits(deadline: float, given_up: Callable[[], bool], now: Callable[[], float] = clock.monotonic) -> Iterator[float]:
+    """Yield how long to wait next for something, seconds: 0, then up to ``DRAIN_POLL_S``. Ends at the ``deadline``, a
+    time of the clock ``now``, or once ``given_up()`` is true."""
+    yield 0.0
+    while not given_up() and (left := deadline - now()) > 0:
+        yield min(DRAIN_POLL_S, left)
 
 
 def check_drain_mode(mode: str) -> None:
@@ -49,8 +58,8 @@ class Memory(Protocol):
     def resume(self, request: Tagged, *, log: PhaseLog | None = None) -> OperationReport: ...
 
     def check_release(self, request: MemoryRequest) -> object:
-        """Raise what ``release`` would raise now because it is impossible. May hold what the release needs until then,
-        or until ``give_back_reserved``."""
+        """Raise the error with which ``release`` would certainly fail now. May hold what the release needs, until that
+        or ``give_back_reserved`` is called."""
 
     def reserve(self, request: Tagged) -> None:
         """Take the device memory that ``resume`` needs, which then cannot run short, and hold it until ``resume`` or
@@ -77,10 +86,11 @@ class WatchedMemory(Memory, Protocol):
     """A memory in other processes; the death of one is an event."""
 
     def on_failure(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called once ``status`` says ``failed``, from any thread."""
+        """Call ``call`` once ``status`` is ``failed``, at once if it is; from any thread."""
 
     def take_lost(self) -> set[str]:
-        """Return the tags whose content a failed release has lost although they are resident again; each once."""
+        """Return the tags that are resident again after a failed release, but without their content. Each call returns
+        only tags that no call before has returned."""
 
 
 class _LocalMemory:
@@ -164,8 +174,8 @@ class Engine(Protocol):
         before admission opens; called again with the same tags if it raised.
 
         Returns:
-            Those of ``lost`` that have their content again. Admission stays closed until the content of others is
-            written, if a release discarded it although their regions keep it, or if they are ``weights``.
+            Those of ``lost`` that have their content again. Admission stays closed until the content of the others is
+            written, if they are ``weights`` or a release discarded content that their regions would have kept.
         """
 
 

@@ -19,7 +19,7 @@ from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, R
 from memsaver_core.contract.status import AdmissionStatus, HealthAnswer, OccupationAnswer, OccupiedDevice
 from memsaver_server import clock
 from memsaver_server.audit import AuditLog
-from memsaver_server.controller import Answer, Capability, EngineState, Models
+from memsaver_server.controller import TICK_S, Answer, Capability, EngineState, Models
 from memsaver_server.engine import (
     Engine,
     GeneratingEngine,
@@ -53,8 +53,6 @@ CANCEL_S = 5.0
 HELD_S = 30.0
 #: A coordinator that lives asks more often than this, seconds.
 ASKS_S = 5.0
-#: Poll interval of an event stream, seconds.
-TICK_S = 0.1
 #: Time limit for the token of ``generates``, seconds.
 GENERATE_TIMEOUT_S = 20.0
 
@@ -356,13 +354,11 @@ class EngineController:
         return self._metrics.scrape()
 
     def _failed_reason(self, now: Snapshot) -> str:
-        """Return why the process can never serve again, or an empty string."""
         if now.state != "failed" and self.engine.is_alive():
             return ""
         return now.closed_reason or f"engine {self.name!r} is dead"
 
     def _unready_reason(self, now: Snapshot) -> str:
-        """Return why the engine accepts no requests now, or an empty string."""
         return self._failed_reason(now) or now.closed_reason or stopped_ranks(now.status.ranks)
 
     async def _fresh(self) -> Sample:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from memsaver_core.contract.errors import AdmissionClosedError, DrainTimeoutError
 from memsaver_core.contract.requests import DrainMode
 from memsaver_server import clock
-from memsaver_server.engine import DRAIN_POLL_S, Engine, never
+from memsaver_server.engine import Engine, never, waits
 
 
 class InFlightRequest:
@@ -80,12 +80,11 @@ class Gate:
     def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
         deadline = clock.monotonic() + timeout_s
         with self._changed:
-            while self._inside:
-                for request in self._inside.values():
-                    request.aborted = request.aborted or mode == "abort"
-                self._changed.wait(max(0.0, min(DRAIN_POLL_S, deadline - clock.monotonic())))
-                if self._inside and (given_up() or clock.monotonic() >= deadline):
-                    raise DrainTimeoutError(timeout_s, list(self._inside))
+            for request in self._inside.values():
+                request.aborted = request.aborted or mode == "abort"
+            pauses = waits(deadline, given_up)
+            if not any(self._changed.wait_for(lambda: not self._inside, wait_s) for wait_s in pauses):
+                raise DrainTimeoutError(timeout_s, list(self._inside))
 
     def flush_cache(self) -> None:
         """Does nothing: a gate has no cache."""

@@ -195,7 +195,6 @@ def _answer(pages: CachePages, devices: Iterable[DeviceMemory]) -> KvCacheAnswer
 
 
 def _pages(asked: ResizeKvCache, now: CachePages) -> int:
-    """Return the pages of a cache of the size that is asked for."""
     full = f"{readable(now.total * now.page_bytes)} or {now.total * now.page_tokens} tokens"
     if asked.fraction is not None:
         pages = max(1, int(asked.fraction * now.total))

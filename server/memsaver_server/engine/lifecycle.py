@@ -27,7 +27,7 @@ from memsaver_core.contract.requests import DrainMode, Release, ResizeKvCache, R
 from memsaver_core.contract.status import Status, TagStatus
 from memsaver_core.phases import PhaseLog
 from memsaver_server import clock
-from memsaver_server.engine import DRAIN_POLL_S, Engine, WatchedMemory, memory_of, unwritten_weights
+from memsaver_server.engine import Engine, WatchedMemory, memory_of, unwritten_weights, waits
 from memsaver_server.engine.admission import Admission, failed_for_good
 from memsaver_server.engine.tag_selection import COMMON_TAGS, lost_tags, narrowed, needs_writing, released_tags
 from memsaver_server.engine.verification import Verification
@@ -200,8 +200,8 @@ class Lifecycle:
     def with_room(
         self, operation: Operation, log: PhaseLog, wait_s: float, work: Callable[[], OperationReport]
     ) -> OperationReport:
-        """Return what ``work`` does on the worker's thread, which needs device memory and the memory lock. If memory is
-        short it is done anew once there is enough; OutOfDeviceMemoryError if there is not after ``wait_s``.
+        """Return the result of ``work``, which runs on this thread and needs device memory and the memory lock. If
+        memory is short, call it again once there is enough; raise OutOfDeviceMemoryError after ``wait_s``.
         Raises MemoryBusyError if a weight update takes too long, or OperationCancelledError."""
         deadline = clock.monotonic() + wait_s
         while True:
@@ -255,7 +255,7 @@ class Lifecycle:
             raise
 
     def _wait_for_memory(self, index: int, needed_bytes: int, deadline: float, operation: Operation) -> None:
-        """Poll until the device has so much free, or the deadline. Other processes do not signal a release."""
+        """Return once the device has so much free, or at the deadline. Polls: other processes signal no release."""
         while clock.monotonic() < deadline:
             time.sleep(max(0.0, min(MEMORY_POLL_S, deadline - clock.monotonic())))
             operation.check()
@@ -369,10 +369,7 @@ class Lifecycle:
 
     def _take(self, deadline: float, given_up: Callable[[], bool]) -> bool:
         """Take the memory lock until ``deadline``, a time of the monotonic clock, or until ``given_up()``."""
-        while not self._moving.acquire(timeout=max(0.0, min(DRAIN_POLL_S, deadline - clock.monotonic()))):
-            if given_up() or clock.monotonic() >= deadline:
-                return False
-        return True
+        return any(self._moving.acquire(timeout=wait_s) for wait_s in waits(deadline, given_up))
 
     def _take_between_updates(self, operation: Operation, log: PhaseLog) -> None:
         """Take the memory lock; raise MemoryBusyError if a weight update takes too long, or OperationCancelledError."""
@@ -391,7 +388,7 @@ class Lifecycle:
         )
 
     def _note_released(self, request: Release, asked: Release, before: tuple[TagStatus, ...]) -> None:
-        """Note what was released and what lost its content. Asks the core, because a release may fail half way."""
+        """Note which tags were released and which lost content, by the core's status: a release may fail half way."""
         tags = self.memory.status().tags
         released = [tag for tag in tags if tag.released_bytes and (not asked.tags or tag.tag in asked.tags)]
         undone = self.memory.take_lost() if isinstance(self.memory, WatchedMemory) else set()

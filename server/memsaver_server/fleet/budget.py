@@ -1,4 +1,4 @@
-"""The order of resumes on GPUs that engines share, so that no two of them fight for the same bytes."""
+"""The order of resumes on GPUs that engines share, so that no two of them need the same bytes at once."""
 
 from __future__ import annotations
 

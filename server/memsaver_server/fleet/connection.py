@@ -175,7 +175,7 @@ class Connection:
             raise EngineFailure(kind, f"{error}{key_advice(error.status)}", answered=True) from error
         except UnreachableError as error:
             raise EngineFailure("unreachable", str(error)) from error
-        except Exception as error:  # any answer at all may come from an address: it concerns no other engine
+        except Exception as error:  # what an address answers may be anything, and must not fail other engines
             if self._closed:
                 raise EngineFailure("left", f"{self.member.url} is no member of the fleet any more") from error
             what = f"gave an answer that cannot be read ({type(error).__name__}: {str(error)[:200]})"
@@ -187,8 +187,8 @@ class Connection:
         find: Callable[[], Coroutine[Any, Any, str]],
         limit_s: float | None,
     ) -> _T:
-        """Return the answer of a call that takes long; meanwhile make sure that the engine works on it. ``send`` may
-        send the call again: what it asks for is done once. ``find`` returns the id of the engine's operation."""
+        """Return the answer of a call that takes long; meanwhile check that the engine works on it. ``send`` may be
+        called twice: what the call asks for is done once. ``find`` returns the id of the engine's operation."""
         answer, worked = asyncio.create_task(send()), asyncio.create_task(self._until_worked(find))
         try:
             await asyncio.wait({answer, worked}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -196,7 +196,7 @@ class Connection:
                 raise EngineFailure("hung", f"{self.member.url} gave no answer within {limit_s:g} s")
             if not answer.done():
                 await worked
-            return self._result(answer) if await self._came(answer) else await self._ask(send)  # it may be lost
+            return self._result(answer) if await self._came(answer) else await self._ask(send)  # the answer may be lost
         finally:
             _drop(answer)
             _drop(worked)
@@ -222,7 +222,7 @@ def key_advice(status: int) -> str:
 
 
 def _drop(task: asyncio.Future[Any]) -> None:
-    """End a task whose result nobody wants."""
+    """Cancel a task whose result is not needed; asyncio then logs no error of it."""
     task.cancel()
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 

@@ -29,7 +29,7 @@ from memsaver_core.contract.requests import (
 from memsaver_core.contract.status import HealthAnswer
 from memsaver_server.audit import AuditLog
 from memsaver_server.client.requests import path_of
-from memsaver_server.controller import Answer, Capability, EngineState, Models
+from memsaver_server.controller import TICK_S, Answer, Capability, EngineState, Models
 from memsaver_server.fleet import results
 from memsaver_server.fleet.broadcast import answer_of, call_each
 from memsaver_server.fleet.fleet import AsyncFleet
@@ -52,8 +52,6 @@ from memsaver_server.settings import Settings
 TURNS = "turns"
 #: Time for operations in progress when the service ends, seconds.
 GRACE_S = 5.0
-#: Poll interval of an event stream, seconds.
-TICK_S = 0.1
 
 
 class FleetController:
@@ -136,7 +134,8 @@ class FleetController:
         running = self._running(asked)
         if key is None and running and running[-1].join(asked):
             return running[-1]
-        opposed = next((each for each in running if self._opposes(asked, each)), None)  # the coordinator's own end soon
+        # Those of turns and of the reconciler are not among them: they end soon.
+        opposed = next((each for each in running if self._opposes(asked, each)), None)
         if opposed is not None and not asked.wait:
             raise errors.ConflictError(
                 f"cannot {asked.operation}: {opposed.request.operation} {opposed.id} of the fleet is in progress "
@@ -241,8 +240,8 @@ class FleetController:
 
     @asynccontextmanager
     async def _around(self, operation: FleetOperation) -> AsyncIterator[None]:
-        """No request is sent to engines that the block moves, and their state is known after it."""
-        if operation.origin == "turns":  # which have set their engines aside
+        """Send no request to engines that the block moves; read their states after it."""
+        if operation.origin == "turns":  # they have set their engines aside themselves
             yield
             return
         names = [part.member.name for part in operation.parts]

@@ -1,4 +1,4 @@
-"""What the engines are: looked at once for all readers, at intervals and after each operation."""
+"""The states of the engines: read once for all readers, at intervals and after each operation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from memsaver_server.fleet.results import EngineStatus, FleetStatus
 
 logger = logging.getLogger("memsaver")
 
-#: Shortest interval between looks, seconds. A look may take a fifth of the time: that of many engines is rarer.
+#: Shortest interval between looks, seconds; and the interval in multiples of the time that a look takes, which grows
+#: with the number of engines.
 INTERVAL_S = 1.0
 SHARE = 5
 #: How long a reader waits for a look, seconds.
@@ -39,7 +40,7 @@ class Observer:
         self._looking: asyncio.Task[None] | None = None
         self._took_s = 0.0
         self._record = RecordContent()
-        self._engines: dict[str, tuple[float, EngineStatus]] = {}  # with the beginning of the look that saw it
+        self._engines: dict[str, tuple[float, EngineStatus]] = {}  # with the time at which the look began
         self.status = FleetStatus(state="", engines=[], wanted=[], demands=[])
         self.members: dict[str, Member] = {}
         self.keys: dict[str, str | None] = {}  # of the engines, by name
@@ -99,7 +100,7 @@ class Observer:
             await asyncio.sleep(max(INTERVAL_S, (SHARE - 1) * self._took_s))
 
     def _take(self, at: float, ask: asyncio.Task[Part]) -> None:
-        """Note what a look at one engine has found, unless one that began later has noted it."""
+        """Store the result of a look at one engine, unless that of a later look is stored already."""
         if not ask.cancelled():
             part = ask.result()
             name = part.member.name
@@ -111,8 +112,7 @@ class Observer:
         self._show()
 
     def _show(self) -> None:
-        """Have all readers know what was seen."""
-        # Drops those that have left, or have another address now: keys are sent to that alone.
+        # Engines that have left, or have another address now, are dropped: a key is sent to its own address alone.
         for name, (_, seen) in list(self._engines.items()):
             if name not in self.members or self.members[name].url != seen.url:
                 del self._engines[name]

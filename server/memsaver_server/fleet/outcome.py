@@ -19,7 +19,7 @@ def result_of(operation: FleetOperation, prepared_for_s: float, coordinator: str
     gave. By itself an engine stays prepared for ``prepared_for_s`` seconds."""
     asked, parts = operation.asked, operation.parts
     given_up = operation.how in ("aborted", "undone")
-    # Engines that are not as before although the operation was given up, or do not say.
+    # Engines that are not as before although the operation was given up, or whose state is unknown.
     strays = [part for part in parts if given_up and part.is_stray(asked.operation)]
     engines = [part.result(undone=given_up) for part in parts]
     holders = {part.before.coordinator for part in parts if part.before is not None} - {"", coordinator}
@@ -63,7 +63,6 @@ def _message(operation: FleetOperation, strays: Sequence[Part], prepared_for_s: 
 
 
 def _listed(texts: Iterable[str]) -> str:
-    """Return the first texts, and how many more there are."""
     every = list(texts)
     more = [f"and {len(every) - _LISTED} more"] if len(every) > _LISTED else []
     return "; ".join(every[:_LISTED] + more)

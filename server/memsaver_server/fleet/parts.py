@@ -39,7 +39,7 @@ class Part:
 
     @property
     def locks(self) -> set[str]:
-        """What only one operation has at a time."""
+        """The names of its locks: one operation at a time has the engine, and each of its GPUs."""
         return {self.member.name, *self.member.gpus}
 
     @property
@@ -66,7 +66,7 @@ class Part:
         return Prepared(**about, operation_id=self.operation_id, tags=self.tags, kept=self.kept)
 
     def lease_left(self) -> float:
-        """Seconds for which it surely stays prepared."""
+        """Seconds for which it stays prepared at least."""
         return self._lease_ends - clock.monotonic()
 
     def done(self, answer: OperationAnswer) -> None:
@@ -101,7 +101,7 @@ class Part:
             self.undo_failure = self.undo_failure or failure
 
     def moved(self, verb: OperationName) -> tuple[str, ...]:
-        """Return those of its tags that, as ``look`` saw it, are as ``verb`` leaves them."""
+        """Return those of its tags that were in the state after ``verb`` when ``look`` read them."""
         rows = self.after.tags if self.after else ()
         return tuple(
             tag.tag
@@ -110,7 +110,7 @@ class Part:
         )
 
     def is_stray(self, verb: OperationName) -> bool:
-        """Return whether it is not as before ``verb``, which was given up, or does not say."""
+        """Return whether it is not as before ``verb``, which was given up, or its state is unknown."""
         now, before = self.after, self.before
         if now is None or (now.state == "failed" and (before is None or before.state != "failed")):
             return True

@@ -52,19 +52,19 @@ class Reconciler:
         self._keeper = keeper
         self._locks = locks
         self._hub = hub
-        self._troubles: dict[str, str] = {}  # what was logged last, by engine
-        self._failed: dict[str, FleetOperation] = {}  # what has failed last, by engine
-        self._late: set[asyncio.Future[object]] = set()  # rounds that wait for engines that are silent
+        self._troubles: dict[str, str] = {}  # the failure that was logged last, by engine
+        self._failed: dict[str, FleetOperation] = {}  # the operation that failed last, by engine
+        self._late: set[asyncio.Future[object]] = set()  # calls of `once` that still wait for silent engines
         self._busy: set[str] = set()  # engines that are asked, or brought to what is wanted
         self._rivals: set[str] = set()  # other coordinators that hold engines of ours
 
     async def keep(self, once: Callable[[], Awaitable[object]], interval_s: float) -> None:
-        """Call ``once`` for ever: at each interval, and when the members change. Errors are logged and end nothing."""
+        """Call ``once`` at each interval, and when the members change, without end. Errors are logged."""
         trouble = ""
         while True:
             going = asyncio.ensure_future(once())
             try:
-                # It ends once the silent have been waited for; the next one looks after the others.
+                # A call ends once silent engines answer or time out; the next call attends to the others meanwhile.
                 await asyncio.wait({going}, timeout=interval_s)
                 if going.done():
                     going.result()
@@ -144,7 +144,7 @@ class Reconciler:
         return result
 
     def _has_rival(self, part: Part) -> bool:
-        """Return whether another coordinator, too, brings an engine to what it wants; log it once."""
+        """Return whether another coordinator holds the engine as well; log each such coordinator once."""
         other = part.before.coordinator if part.before is not None and self._coordinator.holds else ""
         if other in ("", self._coordinator.name):
             return False
@@ -169,8 +169,8 @@ class Reconciler:
 
 
 def _steps(part: Part, wanted: tuple[Wanted, ...]) -> list[tuple[Wanted, tuple[str, ...]]]:
-    """Return the wishes that an idle engine does not meet, with the tags that are not as wanted."""
-    if part.before is None or part.before.operation_id is not None:  # it is busy with what somebody asked for
+    """Return the wishes that an engine does not meet, each with the tags that are not as wanted; none if it is busy."""
+    if part.before is None or part.before.operation_id is not None:
         return []
     wishes = wishes_for(part.member, wanted)
     steps: dict[int, list[str]] = {}

@@ -93,7 +93,7 @@ class _Watcher:
         await self._roster.until_answered((member, self._follows[member.name]) for member, part in said if part)
 
     def _compare(self, member: Member, part: Part | None) -> None:
-        """Report what is new of a member; ``part``: what it said; None: it is silent."""
+        """Publish what has changed of a member; ``part`` is its answer, None if it is silent."""
         name, known = member.name, self._seen.get(member.name)
         state = "silent" if part is None else state_of(part.before) if part.before is not None else ""
         self._seen[name] = state

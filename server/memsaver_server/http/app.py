@@ -10,7 +10,6 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -56,7 +55,6 @@ def application(
         app.include_router(router)
     app.add_exception_handler(MemsaverError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http)
-    app.add_exception_handler(RequestValidationError, _answer_invalid)
     app.add_exception_handler(Exception, _answer_unexpected)
     return app
 
@@ -72,10 +70,6 @@ async def _answer_http(_request: Request, error: Exception) -> JSONResponse:
     kind = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     body = Answer.error(error.status_code, kind, str(error.detail)).body
     return JSONResponse(body, error.status_code, error.headers)
-
-
-async def _answer_invalid(_request: Request, error: Exception) -> JSONResponse:
-    return response_of(Answer.error(400, "bad_request", f"cannot use the request: {error}"))
 
 
 async def _answer_unexpected(request: Request, error: Exception) -> JSONResponse:

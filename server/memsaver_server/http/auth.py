@@ -143,7 +143,7 @@ def _host_of(request: Request) -> str:
 
 
 def _host_and_port(page: str) -> str:
-    """Return host and port of a page's address or origin; something that is no host if the page hides its origin."""
+    """Return host and port of a page's address or origin; of a hidden origin (``null``) nothing that equals a host."""
     try:
         return urlsplit(page).netloc.lower()
     except ValueError:

@@ -65,7 +65,7 @@ class History(Generic[_Operation]):
 
 @dataclass
 class _Use:
-    """The operation that keys stand for, or what is kept of it."""
+    """The operation for which keys were sent; a reduced copy once the history has forgotten it."""
 
     operation: Operation
 

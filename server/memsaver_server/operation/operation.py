@@ -164,7 +164,7 @@ class Operation:
         return Stall(phase=phase or "start", seconds=idle) if idle > limit else None
 
     def stall_message(self, stall: Stall) -> str:
-        """Return what callers and the log get to know of ``stall``."""
+        """Return the message about ``stall`` for callers and the log."""
         return (
             f"{self.request.operation} {self.id} has made no progress in phase {stall.phase!r} for "
             f"{stall.seconds:.0f} s. It continues; GET /operations/{self.id} shows its result"
@@ -287,7 +287,7 @@ class Operation:
     # For what carries it out.
 
     def start(self, event: str) -> None:
-        """Its turn has come."""
+        """Note that the worker begins it."""
         with self.changed:
             self.started_at = time.time()
             self._started = self._progressed = clock.monotonic()

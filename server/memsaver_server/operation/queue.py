@@ -79,8 +79,7 @@ class OperationQueue:
                 operation = self._joined(request, key, client) or self._enqueue(request, work, key, client)
                 self._keys.add(key, request, operation)
             ended = self._drop_ended()
-        for each in ended:
-            self._conclude(each)
+        self._conclude(*ended)
         return operation
 
     def cancel(self, operation: Operation, by: str) -> None:
@@ -88,8 +87,7 @@ class OperationQueue:
         with self._changed:
             operation.cancel(by)
             ended = self._drop_ended()
-        for each in ended:
-            self._conclude(each)
+        self._conclude(*ended)
 
     def close(self) -> None:
         """Cancel what is prepared, and let the worker, which refers to the engine, end once the queue is empty."""
@@ -110,7 +108,7 @@ class OperationQueue:
         return ended
 
     def _joined(self, request: Asked, key: str | None, client: str) -> Operation | None:
-        """Return the operation whose result is the state that ``request`` asks for, once all that is queued has run."""
+        """Return the operation that leaves the state that ``request`` asks for, unless a later one changes that."""
         for other, _ in reversed(self._pending):
             if other.is_shared_with(key, client) and other.join(request):
                 return other
@@ -169,14 +167,15 @@ class OperationQueue:
             self._history.forget()
         self._conclude(operation)
 
-    def _conclude(self, operation: Operation) -> None:
-        """Record an operation that has ended, and notify its callers."""
-        try:
-            self._on_finished(operation)
-        except Exception:
-            logger.exception("operation %s has ended, but could not be recorded", operation.id)
-        finally:
-            operation.answer_callers()
+    def _conclude(self, *ended: Operation) -> None:
+        """Record operations that have ended, and notify their callers."""
+        for operation in ended:
+            try:
+                self._on_finished(operation)
+            except Exception:
+                logger.exception("operation %s has ended, but could not be recorded", operation.id)
+            finally:
+                operation.answer_callers()
 
 
 def conflicts(request: Asked, other: Operation) -> bool:

@@ -109,7 +109,7 @@ class RankMemory(Group):
         super().__init__(channel, processes or {}, deadlines or Deadlines())
         self._operation = ""
         self._began = 0.0
-        #: The policies that a release had for these tags instead of their usual ones.
+        #: By tag, the policy that its release named in place of the usual one.
         self._overrides: dict[str, RestorePolicy] = {}
         self._lost: set[str] = set()
 
@@ -122,10 +122,8 @@ class RankMemory(Group):
 
     def check_tags(self, tags: Sequence[str] | None) -> list[str]:
         names = list(dict.fromkeys(tags or ()))
-        known = {*WELL_KNOWN_TAGS, *(tag.tag for tag in self.status().tags)}
-        unknown = [name for name in names if name not in known]
-        if unknown and self.enabled():
-            raise errors.UnknownTagError.of(unknown, sorted(known))
+        if self.enabled():
+            errors.UnknownTagError.check(names, (*WELL_KNOWN_TAGS, *(tag.tag for tag in self.status().tags)))
         return names
 
     def status(self) -> Status:
@@ -190,7 +188,7 @@ class RankMemory(Group):
         return self._merged_report("resume", steps.reports, log)
 
     def check_release(self, request: MemoryRequest) -> None:
-        """Raise what ``release`` would raise now because it is impossible; holds the disk space that it needs."""
+        """Raise the error with which ``release`` would certainly fail now; hold the disk space that it needs."""
         with self._operating("release", PhaseLog(read=self.read_devices)) as steps:
             self._to_suspend(request, self._plans(steps, request))
             self._hold(steps, Phase.CHECK, Reserve("release", request))
@@ -332,7 +330,6 @@ class RankMemory(Group):
 
     @contextmanager
     def _operating(self, operation: Verb, log: PhaseLog) -> Iterator[Steps]:
-        """The steps of ``operation`` are taken inside."""
         self.raise_if_failed()
         self.progress.begin()
         self._operation, self._began = operation, time.monotonic()

@@ -229,13 +229,12 @@ class ModelRunner:
         #: For each layer: the heads, and the elements of a key and of a value.
         shapes = [(each.keys.shape[1], each.keys.shape[-1], each.values.shape[-1]) for each in probe.layers]
         dtype = self.model.get_input_embeddings().weight.dtype
-        per_slot = sum(heads * (key + value) for heads, key, value in shapes) * self.length * dtype.itemsize
-        self.slot_bytes = per_slot
-        self.slots = kv_cache_bytes // per_slot - 1  # besides the spare one
+        self.slot_bytes = sum(heads * (key + value) for heads, key, value in shapes) * self.length * dtype.itemsize
+        self.slots = kv_cache_bytes // self.slot_bytes - 1  # besides the spare one
         if self.slots < 1:
             raise ValueError(
-                f"kv_cache_bytes = {kv_cache_bytes} is too small: a slot of {self.length} tokens takes {per_slot} "
-                f"bytes and two are the least; give {2 * per_slot} bytes, or a smaller max_len"
+                f"kv_cache_bytes = {kv_cache_bytes} is too small: a slot of {self.length} tokens takes "
+                f"{self.slot_bytes} bytes and two are the least; give {2 * self.slot_bytes} bytes, or a smaller max_len"
             )
 
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:

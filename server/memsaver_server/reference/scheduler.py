@@ -18,7 +18,7 @@ from memsaver_core import MemsaverError, hibernation
 from memsaver_core.contract.errors import AdmissionClosedError, DrainTimeoutError
 from memsaver_core.contract.requests import CacheMode, DrainMode
 from memsaver_core.rendezvous import settle
-from memsaver_server.engine import DRAIN_POLL_S, CachePages, check_drain_mode, never
+from memsaver_server.engine import CachePages, check_drain_mode, never, waits
 from memsaver_server.reference.requests import Request
 from memsaver_server.reference.runner import ModelRunner
 from memsaver_server.threads import start_thread
@@ -143,13 +143,11 @@ class Scheduler:
             self._quiesced = quiesced_before or mode != "wait"
             if mode == "abort":
                 self.abort_all("aborted: generation was stopped")
-            while not self._is_drained():
-                self._changed.wait(max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic())))
-                # Checked again, as the last change may have come with the deadline.
-                if (given_up() or time.monotonic() >= deadline) and not self._is_drained():
-                    self._quiesced = quiesced_before
-                    self._changed.notify_all()
-                    raise DrainTimeoutError(timeout_s, [request.name for request in self._in_flight()])
+            pauses = waits(deadline, given_up, time.monotonic)
+            if not any(self._changed.wait_for(self._is_drained, wait_s) for wait_s in pauses):
+                self._quiesced = quiesced_before
+                self._changed.notify_all()
+                raise DrainTimeoutError(timeout_s, [request.name for request in self._in_flight()])
             self._quiesced = True
 
     def abort_all(self, message: str = "aborted by request") -> None:
@@ -178,24 +176,24 @@ class Scheduler:
     def limit_kv_cache(
         self, pages: int, timeout_s: float, mode: CacheMode = "wait", given_up: Callable[[], bool] = never
     ) -> None:
-        """See ``ResizableEngine``."""
         deadline = time.monotonic() + timeout_s
+
+        def behind() -> list[str]:
+            return [request.name for request in self._running if request.slot >= pages]
+
         with self._changed:
             before, self._slots.limit = self._slots.limit, pages
         if mode == "preempt":
             self.call(partial(self._preempt, pages))
         with self._changed:
-            while late := [request.name for request in self._running if request.slot >= pages]:
-                self._check_alive()
-                if given_up() or time.monotonic() >= deadline:
-                    self._slots.limit = before
-                    raise DrainTimeoutError(timeout_s, late, "the KV cache is as before")
-                self._changed.wait(max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic())))
+            pauses = waits(deadline, given_up, time.monotonic)
+            if not any(self._changed.wait_for(lambda: self._failure or not behind(), wait_s) for wait_s in pauses):
+                self._slots.limit = before
+                raise DrainTimeoutError(timeout_s, behind(), "the KV cache is as before")
+            self._check_alive()
             self._changed.notify_all()
 
     def resize_kv_cache(self, pages: int) -> None:
-        """See ``ResizableEngine``."""
-
         def resize() -> None:
             self.runner.resize(pages)
             with self._changed:

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import Response, StreamingResponse
 
 from memsaver_core.contract.errors import NotFoundError
-from memsaver_server.controller import Controller, Models
+from memsaver_server.controller import TICK_S, Controller, Models
 from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import guard
 from memsaver_server.http.service import ControllerOf, event_stream
@@ -35,9 +35,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-#: Poll interval of the feed, and its longest interval between ``occupation`` events while idle and during an operation.
-#: Seconds.
-TICK_S = 0.1
+#: The longest interval between ``occupation`` events of the feed while idle, and during an operation, seconds.
 IDLE_INTERVAL_S = 1.0
 RUNNING_INTERVAL_S = 0.25
 #: Operations that are sent to a new reader of the feed.

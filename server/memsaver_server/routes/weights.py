@@ -16,23 +16,25 @@ from memsaver_server.http.service import ControllerOf, response_of
 from memsaver_server.http.unknown_fields import NamesIgnored
 
 
-class UpdateFromDisk(Fields):
-    """SGLang's weight update from a checkpoint folder of the same shape."""
+class Update(Fields):
+    """What SGLang's weight updates have in common."""
 
-    model_path: str
     flush_cache: bool = True
     abort_all_requests: bool = False
     weight_version: WeightsVersion | None = Field(default=None, description="What the weights hold from now on.")
 
 
-class UpdateFromTensor(Fields):
+class UpdateFromDisk(Update):
+    """SGLang's weight update from a checkpoint folder of the same shape."""
+
+    model_path: str
+
+
+class UpdateFromTensor(Update):
     """SGLang's weight update from tensors: one payload per rank."""
 
     serialized_named_tensors: list[str]
     load_format: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    weight_version: WeightsVersion | None = Field(default=None, description="What the weights hold from now on.")
 
 
 def router(models: Models) -> APIRouter:

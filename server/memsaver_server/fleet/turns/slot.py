@@ -40,7 +40,7 @@ class Slot:
     @property
     def is_ready(self) -> bool:
         """Whether a request may be sent to it now."""
-        return self.state == "awake" and not self.moving and not self.yielding
+        return self.is_awake and not self.yielding
 
     @property
     def is_awake(self) -> bool:
@@ -70,7 +70,7 @@ class Slot:
 
 
 def victims(slot: Slot, slots: Sequence[Slot]) -> list[Slot] | None:
-    """Return the engines that have to be released, in whole, before ``slot`` fits; None if it would not fit even then.
+    """Return the engines whose whole release makes room for ``slot``; None if even the release of all would not.
 
     Those without requests in flight come first, of those the one that has been idle longest.
     """

@@ -35,7 +35,7 @@ RETRY_S = 1.0
 
 
 class Mover(Protocol):
-    """Moves the memory of engines, and looks what became of it."""
+    """Moves the memory of engines, and reads their states afterwards."""
 
     async def move(self, verb: Verb, names: Sequence[str], **options: Any) -> FleetResult: ...
 
@@ -47,7 +47,7 @@ class Line:
     """The requests that wait for one model, in the order in which they came."""
 
     def __init__(self) -> None:
-        self.looked = False  # its engines were looked at since somebody waits, so that what is free is known
+        self.looked = False  # its engines were read since the first request came, so that their free memory is known
         self.short_since: float | None = None  # when no engine would fit, on the monotonic clock; None: one would
         self.tried: set[str] = set()  # engines that could not be woken for it
         self._waiting: deque[tuple[float, asyncio.Future[Slot]]] = deque()
@@ -143,7 +143,7 @@ class Turns:
         raise NoTurnError(f"{model!r} had no turn within {options.wait_s:g} s: {states}", self._retry_after_s(slots))
 
     async def _look(self, line: Line, slots: Sequence[Slot], after_s: float = 0.0) -> None:
-        """Look at the engines of a line, so that whom to wake, and who makes room, is not decided on old figures."""
+        """Read the states of a line's engines: which one wakes, and which make room, is decided on current figures."""
         await asyncio.sleep(after_s)
         look = asyncio.ensure_future(self._mover.look([slot.name for slot in slots]))
         await asyncio.wait({look}, timeout=LOOK_S)
@@ -242,7 +242,7 @@ class Turns:
         self._claim(slot, fits[slot])
 
     def _no_room(self, line: Line, asleep: list[Slot]) -> None:
-        """Refuse the line if no engine has fitted for a while: what an engine says may be of a moment ago."""
+        """Refuse the line if no engine has fitted for ``SHORT_S``: the figures of an engine may be out of date."""
         now = clock.monotonic()
         if any(self._may_change(slot) for slot in asleep):
             line.short_since = None
@@ -296,7 +296,6 @@ class Turns:
         self._keep(self._move(slot, making_room, slots))
 
     async def _move(self, slot: Slot | None, making_room: list[Slot], slots: list[Slot]) -> None:
-        """Release ``making_room``, then resume ``slot``."""
         began = clock.monotonic()
         try:
             if making_room:
@@ -370,7 +369,7 @@ class Turns:
         return any(each.moving or each.state == "closed" for each in others)
 
     def _retry_after_s(self, slots: Iterable[Slot]) -> int:
-        """Return after how many seconds a repeat may find a turn: after those before it, and one move."""
+        """Return after how many seconds a repeat may succeed: when engines there may make room, and one move later."""
         gpus = {gpu for slot in slots for gpu in slot.gpus}
         ends = [each.awake_since + self._awake_s(each) for each in self._slots.values() if gpus & set(each.gpus)]
         left = max(ends, default=0.0) - clock.monotonic()

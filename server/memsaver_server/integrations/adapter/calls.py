@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from memsaver_server.engine import DRAIN_POLL_S, never
+from memsaver_server.engine import never, waits
 from memsaver_server.engine.gate import InFlightRequest
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -22,10 +22,7 @@ _not_compiled: Callable[[_Method], _Method] = torch.compiler.disable
 def is_done(future: Future[Any], timeout_s: float, given_up: Callable[[], bool] = never) -> bool:
     """Return True once ``future`` is done; False after ``timeout_s`` seconds, or once ``given_up()`` returns True."""
     deadline = time.monotonic() + timeout_s
-    while not wait([future], max(0.0, min(DRAIN_POLL_S, deadline - time.monotonic()))).done:
-        if given_up() or time.monotonic() >= deadline:
-            return False
-    return True
+    return any(wait([future], wait_s).done for wait_s in waits(deadline, given_up, time.monotonic))
 
 
 class SharedRequest:

@@ -371,7 +371,7 @@ class LeadingLoop(EventLoop):
 class IdleRest:
     """Lets the scheduler's thread sleep while there is nothing to do, until a message comes or ``wake`` is called.
     Without it the event loop never sleeps, and other threads wait up to 5 ms for the interpreter's lock (Python's
-    switch interval) at each step. ``poller`` waits for both; it is None if the scheduler's sockets are not ZeroMQ's."""
+    switch interval) at each step. ``poller`` waits for messages and ``wake``; it is None without ZeroMQ's sockets."""
 
     def __init__(self, sockets: Sequence[Any], nothing_to_do: Callable[[], bool], iterations: int = 1) -> None:
         """``sockets`` are those that the scheduler receives from, or None. ``nothing_to_do()``, called in its thread,
