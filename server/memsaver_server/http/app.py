@@ -21,6 +21,7 @@ from memsaver_server.http.auth import kind_of
 from memsaver_server.http.fairness import FairnessMiddleware
 from memsaver_server.http.service import Service, response_of, service_of
 from memsaver_server.http.shutdown import ShutdownMiddleware
+from memsaver_server.operation.departure import CLIENT_CLOSED, ClientGoneError
 from memsaver_server.settings import Settings
 
 logger = logging.getLogger("memsaver")
@@ -57,6 +58,7 @@ def application(
     app.add_exception_handler(MemsaverError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http)
     app.add_exception_handler(RequestValidationError, _answer_invalid)
+    app.add_exception_handler(ClientGoneError, _answer_nobody)
     app.add_exception_handler(Exception, _answer_unexpected)
     return app
 
@@ -76,6 +78,10 @@ async def _answer_http(_request: Request, error: Exception) -> JSONResponse:
 
 async def _answer_invalid(_request: Request, error: Exception) -> JSONResponse:
     return response_of(Answer.error(400, "bad_request", f"cannot use the request: {error}"))
+
+
+async def _answer_nobody(_request: Request, _error: Exception) -> JSONResponse:
+    return JSONResponse(None, CLIENT_CLOSED)
 
 
 async def _answer_unexpected(request: Request, error: Exception) -> JSONResponse:

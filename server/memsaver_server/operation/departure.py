@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from starlette.types import Receive
 
 _T = TypeVar("_T")
 
+#: Tells of the client of the request that the current task answers; unset in a task that answers none.
+caller: ContextVar[Receive] = ContextVar("caller")
 #: The answer of a client that is gone, as some proxies log it.
 CLIENT_CLOSED = 499
 
@@ -31,6 +34,12 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T
         for each in (task, gone):
             each.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def while_caller_waits(work: Coroutine[Any, Any, _T]) -> _T:
+    """As ``while_connected``, for the request that the current task answers, if it does."""
+    receive = caller.get(None)
+    return await (work if receive is None else while_connected(receive, work))
 
 
 async def _departure(receive: Receive) -> None:
