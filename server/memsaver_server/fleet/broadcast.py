@@ -11,12 +11,12 @@ from urllib.parse import urlencode
 import httpx
 
 from memsaver_server.controller import Answer
-from memsaver_server.fleet.answers import UnreadableError, content_of, value_of
+from memsaver_server.fleet.answers import WHOLE_S, UnreadableError, content_of, value_of
 from memsaver_server.fleet.connection import key_advice
 from memsaver_server.fleet.observer import GLANCE_S, Observer
 from memsaver_server.fleet.results import CallRow, EngineStatus, count_of
 from memsaver_server.fleet.turns.upstream import Upstreams
-from memsaver_server.operation.departure import while_caller_waits
+from memsaver_server.operation.departure import while_client_waits
 
 _HEADERS = [
     (b"content-type", b"application/json"),
@@ -35,7 +35,7 @@ async def call_each(
     query: Mapping[str, Any] | None = None,
 ) -> list[CallRow]:
     """Return the row of each engine; one that ``observer`` finds silent meanwhile is waited for no longer. Raises
-    ClientGoneError once the caller of the current request is gone."""
+    ClientGoneError if the client of the current request has been gone for ``WHOLE_S``."""
     target = (f"{path}?{urlencode(query, doseq=True)}" if query else path).encode()
     content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
 
@@ -68,7 +68,7 @@ async def call_each(
     async def call_all() -> list[CallRow]:
         return list(await asyncio.gather(*map(call, engines)))
 
-    return await while_caller_waits(call_all())
+    return await while_client_waits(call_all(), WHOLE_S)  # who sends a call and leaves has it carried out
 
 
 def answer_of(rows: list[CallRow], done: str, more: Mapping[str, Any] | None = None) -> Answer:

@@ -246,8 +246,7 @@ class _Client(AsyncClient):
     async def _request(self, call: Call) -> httpx.Response:
         async with self._http.stream(**self._target.options(call)) as answer:
             content = await content_of(answer, None)  # the calls have limits
-        advice = {"Retry-After": answer.headers.get("Retry-After", "")}
-        return httpx.Response(answer.status_code, headers=advice, content=content, request=answer.request)
+        return httpx.Response(answer.status_code, content=content, request=answer.request)
 
 
 def _operation(verb: OperationName, body: Mapping[str, Any], key: str | None = None) -> Call:
