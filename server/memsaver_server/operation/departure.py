@@ -11,7 +11,7 @@ from starlette.types import Receive
 
 _T = TypeVar("_T")
 
-#: Tells of the client of the request that the current task answers; unset in a task that answers none.
+#: Notifies of the end of the client of the request that the current task answers; unset in a task that answers none.
 CLIENT: ContextVar[Receive] = ContextVar("CLIENT")
 #: The answer of a client that is gone, as some proxies log it.
 CLIENT_CLOSED = 499
