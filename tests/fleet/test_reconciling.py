@@ -461,7 +461,7 @@ class OtherJson(NoEngine):
     ("handler", "kind", "why"),
     [
         (NoEngine, "unreadable", "an answer that cannot be read"),
-        (OtherJson, "http_200", "did not answer as a memsaver service does: enabled is missing; state is missing; "),
+        (OtherJson, "unreadable", "did not answer as a memsaver service does: enabled is missing; state is missing; "),
     ],
 )
 def test_an_answer_that_cannot_be_read_concerns_one_engine(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -38,7 +38,8 @@ class Loop:
 
 
 class Wire:
-    """One proxy. ``seen`` are the requests that came, as ``METHOD /path body``."""
+    """One proxy. ``seen`` are the requests that came, as ``METHOD /path body``; ``left`` are those of ``answer`` whose
+    sender has closed the connection."""
 
     def __init__(self, target: str, loop: asyncio.AbstractEventLoop) -> None:
         self._target = urlsplit(target)
@@ -47,10 +48,12 @@ class Wire:
         self._connections: set[asyncio.StreamWriter] = set()
         self._healed = asyncio.Event()
         self._replaced: list[tuple[bytes, bytes]] = []
+        self._answers: list[tuple[str, Iterable[bytes]]] = []
         self._silent = False
         self._server: asyncio.Server | None = None
         self._port = 0
         self.seen: list[str] = []
+        self.left: list[str] = []
         self._run(self._listen())
 
     @property
@@ -93,9 +96,15 @@ class Wire:
         """Replace text in the answers by one that is not longer."""
         self._replaced.append((old.encode(), new.encode()))
 
+    def answer(self, part: str, pieces: Iterable[bytes]) -> None:
+        """Answer requests in whose text ``part`` occurs by these bytes in place of the engine, and then by nothing."""
+        self._answers.append((part, pieces))
+
     def heal(self) -> None:
         """Undo all faults; requests that wait go on."""
         self._replaced.clear()
+        self._answers.clear()
+        self.left.clear()
         self._rules.clear()
         self._silent = False
         self._run(self._heal())
@@ -142,6 +151,14 @@ class Wire:
                     fault = self._fault(text)
                     if fault in ("reset", "silence"):
                         await self._lose(fault)
+                        return
+                    pieces = next((pieces for part, pieces in self._answers if part in text), None)
+                    if pieces is not None:
+                        for piece in pieces:
+                            writer.write(piece)
+                            await writer.drain()
+                        await reader.read()
+                        self.left.append(text)
                         return
                     if fault == "delay":
                         await self._healed.wait()

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 
 from memsaver_core.contract.requests import OperationName
 from memsaver_server.address import DEFAULT_URL as DEFAULT_URL
@@ -95,15 +96,25 @@ def path_of(name: OperationName) -> str:
 
 def parse_json(response: httpx.Response) -> Any:
     """Return the JSON of a success; raise AnswerError if the answer is not a success, or not JSON."""
+    body, wrong = None, "it is null"
     try:
-        body = response.json()
-    except ValueError:
-        body = None
+        body = read_json(response.content)
+    except ValueError as error:
+        wrong = f"it is not JSON that others can hold: {error}"
     if not response.is_success:
-        raise error_for(response.status_code, body, response.text, response.headers.get("Retry-After"))
+        text = response.content.decode(errors="replace")  # whatever encoding it names
+        raise error_for(response.status_code, body, text, response.headers.get("Retry-After"))
     if body is None:
-        raise AnswerError(response.status_code, f"{response.url} answered with something that is not JSON")
+        raise AnswerError(response.status_code, f"{response.url} gave an answer that cannot be read: {wrong}")
     return body
+
+
+def read_json(content: bytes) -> Any:
+    """Return the value of JSON from another process, which JSON for others can hold, too. Raises ValueError if it is
+    none, is nested deeper than 200 levels, or has a number that is not finite or text that UTF-8 cannot encode."""
+    value = from_json(content, allow_inf_nan=False)
+    json.dumps(value, allow_nan=False)  # 1e999 is infinite
+    return value
 
 
 def parse(model: type[AnswerT], response: httpx.Response) -> AnswerT:

@@ -11,10 +11,12 @@ from urllib.parse import urlencode
 import httpx
 
 from memsaver_server.controller import Answer
+from memsaver_server.fleet.answers import WHOLE_S, UnreadableError, content_of, value_of
 from memsaver_server.fleet.connection import key_advice
 from memsaver_server.fleet.observer import GLANCE_S, Observer
 from memsaver_server.fleet.results import CallRow, EngineStatus, count_of
 from memsaver_server.fleet.turns.upstream import Upstreams
+from memsaver_server.operation.departure import while_client_waits
 
 _HEADERS = [
     (b"content-type", b"application/json"),
@@ -32,16 +34,14 @@ async def call_each(
     body: Mapping[str, Any] | bytes | None,
     query: Mapping[str, Any] | None = None,
 ) -> list[CallRow]:
-    """Return the row of each engine; one that ``observer`` finds silent meanwhile is waited for no longer."""
+    """Return the row of each engine; one that ``observer`` finds silent meanwhile is waited for no longer. Raises
+    ClientGoneError if the client of the current request has been gone for ``WHOLE_S``."""
     target = (f"{path}?{urlencode(query, doseq=True)}" if query else path).encode()
     content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
 
-    async def ask(url: str, key: str | None) -> tuple[httpx.Response, bytes]:
+    async def ask(url: str, key: str | None) -> tuple[httpx.Response, Any]:
         answer = await (await upstreams.to(url, key)).send(method, target, _HEADERS, content)
-        try:
-            return answer, await answer.aread()
-        finally:
-            await answer.aclose()
+        return answer, value_of(answer, await content_of(answer))
 
     async def call(engine: EngineStatus) -> CallRow:
         name, url = engine.name, engine.url
@@ -53,19 +53,22 @@ async def call_each(
                 why = "" if answering.done() else observer.failure(name)
             if why:
                 raise httpx.TransportError(why)
-            answer, text = answering.result()
-        except httpx.TransportError as error:
-            message = f"no answer: {str(error) or type(error).__name__}"
+            answer, body = answering.result()
+        except (httpx.TransportError, UnreadableError) as error:
+            what = "gave an answer that cannot be read" if isinstance(error, UnreadableError) else "no answer"
+            message = f"{what}: {str(error) or type(error).__name__}"
             return CallRow(name=name, url=url, success=False, status=0, message=message)
         finally:
             answering.cancel()
-        body = _content(text)
         said = str((body.get("message") if isinstance(body, dict) else body) or "")
         success, status = answer.is_success, answer.status_code
         said += key_advice(status)
         return CallRow(name=name, url=url, success=success, status=status, message=said, body=body)
 
-    return list(await asyncio.gather(*map(call, engines)))
+    async def call_all() -> list[CallRow]:
+        return list(await asyncio.gather(*map(call, engines)))
+
+    return await while_client_waits(call_all(), WHOLE_S)  # who sends a call and leaves has it carried out
 
 
 def answer_of(rows: list[CallRow], done: str, more: Mapping[str, Any] | None = None) -> Answer:
@@ -75,17 +78,10 @@ def answer_of(rows: list[CallRow], done: str, more: Mapping[str, Any] | None = N
     if not failed:
         return Answer({"success": True, "message": f"{done} on {count_of(rows)}.", **about})
     reasons = "; ".join(f"{row.name}: {row.message}" for row in failed)
-    status = failed[0].status if failed[0].status >= 400 else 502
+    status = failed[0].status if 400 <= failed[0].status < 600 else 502
     message = f"{len(failed)} of {count_of(rows)} failed: {reasons}"
     body = failed[0].body if isinstance(failed[0].body, dict) else {}
     error = body.get("error") if isinstance(body.get("error"), dict) else {}
     kind = str(error.get("type") or "engine_failed") if error else "engine_failed"
     answer = Answer.error(status, kind, message, 1 if status == 503 else None)
     return Answer({**answer.body, **about}, status, answer.headers)
-
-
-def _content(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text.decode(errors="replace")[:1000]

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import httpx
+
 from memsaver_core.contract.reports import (
     AcceptedAnswer,
     OperationAnswer,
@@ -24,6 +26,7 @@ from memsaver_server import clock
 from memsaver_server.client.aio import AsyncClient
 from memsaver_server.client.errors import AnswerError, UnreachableError
 from memsaver_server.client.requests import Call, path_of
+from memsaver_server.fleet.answers import content_of
 from memsaver_server.fleet.members import Member
 
 _T = TypeVar("_T")
@@ -171,6 +174,8 @@ class Connection:
         try:
             return answer.result()
         except AnswerError as error:
+            if httpx.codes.is_success(error.status):  # it did what was asked, or another service answered
+                raise EngineFailure("unreadable", str(error)) from error
             kind = error.kind or f"http_{error.status}"
             raise EngineFailure(kind, f"{error}{key_advice(error.status)}", answered=True) from error
         except UnreachableError as error:
@@ -236,7 +241,12 @@ class _Client(AsyncClient):
 
     def __init__(self, url: str, name: str, **options: Any) -> None:
         super().__init__(url, **options)
-        self._http.headers["User-Agent"] = name
+        self._http.headers.update({"User-Agent": name, "Accept-Encoding": "identity"})
+
+    async def _request(self, call: Call) -> httpx.Response:
+        async with self._http.stream(**self._target.options(call)) as answer:
+            content = await content_of(answer, None)  # the calls have limits
+        return httpx.Response(answer.status_code, content=content, request=answer.request)
 
 
 def _operation(verb: OperationName, body: Mapping[str, Any], key: str | None = None) -> Call:

@@ -234,7 +234,7 @@ class FleetController:
         engines = self._engines_of(asked)
         rows = await call_each(engines, self._upstreams, self._observer, "POST", path_of(verb), body)
         said = {row.name: row.body.get("blockers", ()) for row in rows if isinstance(row.body, dict)}
-        blockers = [f"{name}: {each}" for name, blockers in said.items() for each in blockers]
+        blockers = [f"{name}: {each}" for name, found in said.items() if isinstance(found, list) for each in found]
         about = {"dry_run": True, "operation": verb, "blockers": blockers}
         return answer_of(rows, f"dry run: {verb} is {'not ' if blockers else ''}possible", about)
 

@@ -222,10 +222,10 @@ class FileRecord:
             raise RecordError(f"the record {self._path} cannot be read: {why}; repair or remove it") from None
 
     async def save(self, content: RecordContent) -> None:
-        text = content.model_dump_json(indent=1).encode() + b"\n"  # of 4096 ids json takes 10 times as long
         try:
+            text = content.model_dump_json(indent=1).encode() + b"\n"  # of 4096 ids json takes 10 times as long
             await asyncio.to_thread(self._replace, text)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise RecordError(f"the record {self._path} cannot be written: {error}") from None
         self._last = content
 

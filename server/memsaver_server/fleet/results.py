@@ -175,7 +175,7 @@ class FleetOccupationAnswer(FleetOccupation):
 
 
 class CallRow(Model):
-    """What one engine answered. ``status`` is 0 if it did not."""
+    """What one engine answered. ``status`` is 0 if it did not, or what it did cannot be read."""
 
     name: str
     url: str

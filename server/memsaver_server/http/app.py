@@ -20,6 +20,7 @@ from memsaver_server.http.auth import kind_of
 from memsaver_server.http.fairness import FairnessMiddleware
 from memsaver_server.http.service import Service, response_of, service_of
 from memsaver_server.http.shutdown import ShutdownMiddleware
+from memsaver_server.operation.departure import CLIENT_CLOSED, ClientGoneError
 from memsaver_server.settings import Settings
 
 logger = logging.getLogger("memsaver")
@@ -55,6 +56,7 @@ def application(
         app.include_router(router)
     app.add_exception_handler(MemsaverError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http)
+    app.add_exception_handler(ClientGoneError, _answer_nobody)
     app.add_exception_handler(Exception, _answer_unexpected)
     return app
 
@@ -70,6 +72,10 @@ async def _answer_http(_request: Request, error: Exception) -> JSONResponse:
     kind = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     body = Answer.error(error.status_code, kind, str(error.detail)).body
     return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _answer_nobody(_request: Request, _error: Exception) -> JSONResponse:
+    return JSONResponse(None, CLIENT_CLOSED)
 
 
 async def _answer_unexpected(request: Request, error: Exception) -> JSONResponse:

@@ -18,6 +18,7 @@ from memsaver_core.contract.requests import Fields
 from memsaver_server.http.auth import check_browser, check_key
 from memsaver_server.http.service import service_of
 from memsaver_server.http.unknown_fields import check_names
+from memsaver_server.operation.departure import CLIENT
 from memsaver_server.settings import Settings
 from memsaver_server.threads import in_thread
 
@@ -180,6 +181,7 @@ async def guard(request: Request) -> None:
     """Require the key, and refuse requests of other sites' pages. For routes marked ``reads_only`` each key will do."""
     check_browser(request, service_of(request).settings)
     check_key(request, service_of(request).settings)
+    CLIENT.set(request.receive)
 
 
 async def guard_probes(request: Request) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from starlette.types import Receive
 
 _T = TypeVar("_T")
 
+#: Notifies of the end of the client of the request that the current task answers; unset in a task that answers none.
+CLIENT: ContextVar[Receive] = ContextVar("CLIENT")
 #: The answer of a client that is gone, as some proxies log it.
 CLIENT_CLOSED = 499
 
@@ -18,12 +21,14 @@ class ClientGoneError(Exception):
     """The client has closed its connection; nobody reads an answer."""
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T], grace_s: float = 0.0) -> _T:
     """Return the result of ``work``. The request's body must have been read. Raises ClientGoneError if the client went
-    away first; ``work`` was cancelled, and has ended."""
+    away ``grace_s`` seconds before; ``work`` was cancelled, and has ended."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            await asyncio.wait({task}, timeout=grace_s)
         if not task.done():
             raise ClientGoneError
         return task.result()
@@ -31,6 +36,12 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T
         for each in (task, gone):
             each.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def while_client_waits(work: Coroutine[Any, Any, _T], grace_s: float) -> _T:
+    """As ``while_connected``, for the request that the current task answers, if it does."""
+    receive = CLIENT.get(None)
+    return await (work if receive is None else while_connected(receive, work, grace_s))
 
 
 async def _departure(receive: Receive) -> None:

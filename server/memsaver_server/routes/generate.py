@@ -13,7 +13,7 @@ from memsaver_server.controller import Models
 from memsaver_server.http.requests import failures, guard, json_of
 from memsaver_server.http.service import ServiceOf
 from memsaver_server.http.unknown_fields import NamesIgnored, check_names
-from memsaver_server.operation.departure import CLIENT_CLOSED, ClientGoneError, while_connected
+from memsaver_server.operation.departure import while_connected
 
 _SAMPLING = {"max_new_tokens": {"type": "integer", "minimum": 0}, "temperature": {"type": "number", "minimum": 0}}
 _FIELDS = {
@@ -37,10 +37,7 @@ def router(_models: Models) -> APIRouter:
         request.state.memsaver_ignored = check_names([name for name in asked if asked[name] is not None], _FIELDS)
         if asked.get("stream"):
             raise BadRequestError("stream is not supported: the answer comes whole. Send the request without it")
-        try:
-            generated = await while_connected(request.receive, service.controller.generate(asked))
-        except ClientGoneError:  # the engine computes nothing more for it
-            return JSONResponse(None, CLIENT_CLOSED)
+        generated = await while_connected(request.receive, service.controller.generate(asked))
         await service.fair_queue.wait()  # a whole batch may end at once
         return JSONResponse(generated)
 

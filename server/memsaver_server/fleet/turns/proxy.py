@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -14,12 +13,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from memsaver_core.contract.errors import AdmissionClosedError, BadRequestError, MemsaverError
+from memsaver_server.client.requests import read_json
+from memsaver_server.fleet.answers import UnreadableError, content_of
 from memsaver_server.fleet.connection import key_advice
 from memsaver_server.fleet.turns.errors import NoTurnError
 from memsaver_server.fleet.turns.slot import Slot
 from memsaver_server.fleet.turns.turns import Mover, Turns
 from memsaver_server.fleet.turns.upstream import Headers, Upstreams, answer_headers, request_headers
-from memsaver_server.operation.departure import CLIENT_CLOSED, ClientGoneError, while_connected
+from memsaver_server.operation.departure import ClientGoneError, while_connected
 
 #: How often one request is sent to engines that turn out to be not ready.
 ATTEMPTS = 8
@@ -42,11 +43,8 @@ class Proxy:
 
     async def forward(self, request: Request, model: str, body: bytes) -> Response:
         """Return the answer of an engine of ``model``. Raises as Turns.enter, or BadGatewayError if the engine does not
-        answer, which may have begun to, or BadRequestError."""
-        try:
-            return await while_connected(request.receive, self._forward(request, model, body))
-        except ClientGoneError:
-            return Response(status_code=CLIENT_CLOSED)
+        answer, which may have begun to, or BadRequestError, or ClientGoneError."""
+        return await while_connected(request.receive, self._forward(request, model, body))
 
     async def _forward(self, request: Request, model: str, body: bytes) -> Response:
         path = _path(request)
@@ -54,20 +52,21 @@ class Proxy:
             slot = await self._turns.enter(model)
             leave = partial(self._turns.leave, slot)
             answer = await self._send(request, path, slot, body, leave)
-            if answer.status_code in (401, 403):  # our key's: that of the client is not passed on
+            if wrong := _wrong(answer.status_code):
                 await answer.aclose()
                 leave()
-                raise BadGatewayError(f"engine {slot.name} refuses the request{key_advice(answer.status_code)}")
+                raise BadGatewayError(f"engine {slot.name} {wrong}")
             headers = answer_headers(answer.headers, slot.name)
             if answer.status_code != AdmissionClosedError.status:
                 return Relayed(answer, headers, leave)
             try:
-                content = b"".join([chunk async for chunk in answer.aiter_raw()])
+                content = await content_of(answer)
                 refuses = _is_refusal(content)
                 if refuses:
                     slot.state, slot.reason = "closed", "it refuses requests"
+            except (httpx.TransportError, UnreadableError) as error:
+                raise BadGatewayError(f"engine {slot.name} refuses the request, but says not why: {error}") from error
             finally:
-                await answer.aclose()
                 leave()
             if not refuses:
                 response = Response(content, answer.status_code)
@@ -101,10 +100,17 @@ def _path(request: Request) -> bytes:
     return raw + b"?" + query if query else raw
 
 
+def _wrong(status: int) -> str:
+    """Return why an answer of this status is not passed on; empty if it is."""
+    if status in (401, 403):  # our key's: that of the client is not passed on
+        return f"refuses the request{key_advice(status)}"
+    return "" if 200 <= status < 600 else f"answered with status {status}, which HTTP does not have"
+
+
 def _is_refusal(content: bytes) -> bool:
     """Return whether the engine's service says that admission is closed."""
     try:
-        return bool(json.loads(content)["error"]["type"] == AdmissionClosedError.kind)
+        return bool(read_json(content)["error"]["type"] == AdmissionClosedError.kind)
     except (ValueError, KeyError, TypeError):
         return False
 
