@@ -96,6 +96,15 @@ def memory(result: Result) -> str:
     return f"discarded: release {release}, resume {resume} of the time of the driver calls alone"
 
 
+def trades(result: Result) -> str:
+    moved, loads = result["trade"]["moved"], result["trade"]["loads"].values()
+    give, take = (1000 * median(each[name] for each in moved) for name in ("give", "take"))
+    wrong = sum(len(each["failed"]) + each["wrong"] for each in loads)
+    size, answers = moved[0]["bytes"] / (1 << 30), sum(each["answered"] for each in loads)
+    times = f"{len(moved)} times {size:.0f} GiB given in {give:.0f} ms, taken in {take:.0f}, under load"
+    return f"{times}; {answers - wrong:,} of {answers:,} answers whole and equal"
+
+
 #: Name of a result, the engine if the result names none, the feature, and the result's figure.
 RUNS: tuple[tuple[str, str, str, Callable[[Result], str]], ...] = (
     ("vllm", "", "sleep mode", sleep_levels),
@@ -105,6 +114,7 @@ RUNS: tuple[tuple[str, str, str, Callable[[Result], str]], ...] = (
     ("rank-deaths-1", "", "the worker is killed", deaths),
     ("rank-deaths-2", "", "one of two workers is killed", deaths),
     ("turns", "", "models take turns", turns),
+    ("elastic", "", "a KV cache that grows and shrinks", trades),
     ("sglang-drop-in", "", "SGLang's own calls", row("SGLang's own call")),
     ("sglang-service", "", "the service", row("service")),
     ("sglang-service", "", "hibernation", row("service, hibernated")),

@@ -59,6 +59,9 @@ class Pool:
     def evict_blocks(self, numbers: set[int]) -> None:
         self.evicted |= numbers
 
+    def reset_prefix_cache(self) -> bool:
+        return True
+
 
 class Core:
     """An engine core, its scheduler, and the manager of its cache."""
