@@ -19,7 +19,7 @@ class Recomputed:
         self._known: dict[Hashable, None] = {}
 
     def note(self, prefix: Hashable) -> None:
-        """A request computes tokens, the first of which end ``prefix``."""
+        """Note that a request computes the last tokens of ``prefix``, as it has not found them in the cache."""
         if prefix in self._known:
             del self._known[prefix]
             self.count += 1
@@ -28,6 +28,6 @@ class Recomputed:
         self._known[prefix] = None
 
     def forget(self, reset: Function, *args: Any, **kwargs: Any) -> Any:
-        """Do what empties the cache for another reason."""
+        """Call ``reset``, which empties the cache on purpose: what is computed after it does not count."""
         self._known.clear()
         return reset(*args, **kwargs)

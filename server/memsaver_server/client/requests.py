@@ -110,8 +110,8 @@ def parse_json(response: httpx.Response) -> Any:
 
 
 def read_json(content: bytes) -> Any:
-    """Return the value of JSON from another process, which JSON for others can hold, too. Raises ValueError if it is
-    none, is nested deeper than 200 levels, or has a number that is not finite or text that UTF-8 cannot encode."""
+    """Return the value of JSON that another process has sent. Raises ValueError if it is not JSON, or could not be sent
+    on as JSON: nested deeper than 200 levels, with a number that is not finite, or text that UTF-8 cannot encode."""
     value = from_json(content, allow_inf_nan=False)
     json.dumps(value, allow_nan=False)  # 1e999 is infinite
     return value

@@ -38,7 +38,8 @@ DRAIN_S = 10.0
 CLIENT = "memsaver-balance"
 #: A cache of which so much is used lacks memory, and wants this many times what it has.
 PRESSED, MORE = 0.9, 1.5
-#: It lacks memory for so long after it had no room for a prefix, and then gives none for so long, seconds.
+#: After a prefix was computed again, a cache counts as short of memory for the first time, and gives no memory that it
+#: has to others for the second, seconds.
 LACKS_S, KEEPS_S = 2.0, 30.0
 #: Moves of less than this part of the largest cache are not worth it, and so much of the device stays free.
 STEP = 1 / 64

@@ -37,8 +37,8 @@ async def content_of(answer: httpx.Response, within_s: float | None = WHOLE_S) -
 
 
 def value_of(answer: httpx.Response, content: bytes) -> Any:
-    """Return the JSON in ``content``, or the beginning of a text. Raises UnreadableError if it should be JSON, and no
-    other JSON can hold it."""
+    """Return the JSON in ``content``, or the beginning of a text. Raises UnreadableError if the answer says
+    that it is JSON, and ``read_json`` refuses it."""
     try:
         return read_json(content)
     except ValueError as error:

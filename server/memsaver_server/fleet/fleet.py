@@ -44,7 +44,7 @@ from memsaver_server.fleet.record import (
     RecordContent,
     RecordError,
     Running,
-    is_kept_released,
+    kept_released,
     version_for,
 )
 from memsaver_server.fleet.results import (
@@ -341,11 +341,12 @@ class AsyncFleet:
                 return await self._execute(operation)
 
     async def _give_way(self, operation: FleetOperation) -> None:
-        """Fail the parts of a turn that a caller's operation has made void since the turn was decided."""
+        """Fail the parts of a turn whose engines a caller has released for good, or whose weights a caller demands in
+        another version, since the turn was decided."""
         record, asked = await self._keeper.load(), operation.asked
         for part in operation.parts:
-            if is_kept_released(part.member, record.wanted):
-                part.fail("asking", EngineFailure("conflict", "a caller has released it, and has to resume it"))
+            if reason := kept_released(part.member, record.wanted):
+                part.fail("asking", EngineFailure("conflict", reason))
             elif isinstance(asked, FleetResume) and asked.weights_version != version_for(part.member, record.demands):
                 part.fail("asking", EngineFailure("conflict", "callers demand other weights of it by now"))
 

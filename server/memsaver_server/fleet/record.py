@@ -260,10 +260,11 @@ def wishes_for(member: Described, wanted: Iterable[Wanted]) -> dict[str | None, 
     return found
 
 
-def is_kept_released(member: Described, wanted: Iterable[Wanted]) -> bool:
-    """Return whether a caller has released memory of an engine, and has to resume it."""
+def kept_released(member: Described, wanted: Iterable[Wanted]) -> str:
+    """Return why turns must not move an engine's memory: a caller has released it for good. Empty if they may."""
     wishes = wishes_for(member, wanted).values()
-    return any(wish.state == "released" and not wish.until_asked for wish in wishes)
+    is_kept = any(wish.state == "released" and not wish.until_asked for wish in wishes)
+    return "a caller has released it, and has to resume it" if is_kept else ""
 
 
 def wish_for(tag: str, wishes: Mapping[str | None, Wanted]) -> Wanted | None:

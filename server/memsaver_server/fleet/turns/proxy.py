@@ -65,7 +65,9 @@ class Proxy:
                 if refuses:
                     slot.state, slot.reason = "closed", "it refuses requests"
             except (httpx.TransportError, UnreadableError) as error:
-                raise BadGatewayError(f"engine {slot.name} refuses the request, but says not why: {error}") from error
+                raise BadGatewayError(
+                    f"engine {slot.name} refuses the request, and its reason cannot be read: {error}"
+                ) from error
             finally:
                 leave()
             if not refuses:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from memsaver_server import clock
-from memsaver_server.fleet.record import Demand, Wanted, is_kept_released, version_for
+from memsaver_server.fleet.record import Demand, Wanted, kept_released, version_for
 from memsaver_server.fleet.results import EngineStatus
 
 #: ``awake``: it accepts requests; ``asleep``: released, a request may wake it; ``kept``: released by a caller, who will
@@ -109,6 +109,6 @@ def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SlotState
         return "awake", ""
     if not (now.hibernated or any(tag.released_bytes for tag in now.tags)):
         return "closed", now.admission.reason
-    if is_kept_released(status, wanted):
-        return "kept", "a caller has released it, and has to resume it"
+    if reason := kept_released(status, wanted):
+        return "kept", reason
     return "asleep", now.admission.reason
