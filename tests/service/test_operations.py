@@ -15,6 +15,8 @@ import pytest
 import memsaver_core as ms
 from memsaver_core._native import Saver as Driver
 from memsaver_core.contract.reports import AcceptedAnswer, OperationStatusAnswer
+from memsaver_core.contract.status import Status
+from memsaver_server import attach
 from tests.waiting import wait_until
 
 from .tensor_engine import KV_BYTES, MIB, WEIGHTS_BYTES, TensorEngine
@@ -256,6 +258,31 @@ def test_an_operation_that_nobody_waits_for(http: httpx.Client, engine: TensorEn
         assert http.get("/memory_occupation").json()["state"] == "releasing"
     assert until_done(http, response.json()["operation_id"])["state"] == "released"
     assert http.get(address).json()["answer"]["released_bytes"] >= KV_BYTES + WEIGHTS_BYTES
+
+
+def test_the_state_beside_no_operation_is_that_after_it(
+    engine: TensorEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operation that ends while an answer is made is still in it, or its effect is: a caller that waits until no
+    operation is in progress reads no state from before."""
+    read = ms.status
+
+    def slow() -> Status:
+        before = read()
+        if threading.current_thread().name != "memsaver-http":  # the operation itself reads, too
+            return before
+        driver.heal()
+        wait_until(lambda: attachment.lifecycle.operations.running is None)
+        return before
+
+    with attach(engine) as attachment, httpx.Client(base_url=attachment.url, timeout=600) as http:
+        with stopped(driver, "unmap") as wait:
+            post(http, "/release_memory_occupation", **{"async": True})
+            wait()
+            monkeypatch.setattr("memsaver_server.engine._LocalMemory.status", staticmethod(slow))
+            now = http.get("/memory_occupation").json()
+        assert (now["operation_id"], now["state"]) == (None, "released")
+        assert all(tag["resident_bytes"] == 0 for tag in now["tags"])
 
 
 def test_events_tell_the_phases_as_they_come(http: httpx.Client, engine: TensorEngine) -> None:

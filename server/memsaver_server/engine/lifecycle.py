@@ -320,9 +320,17 @@ class Lifecycle:
             self._admission.written(["weights"])
 
     def snapshot(self) -> Snapshot:
-        """Return the state now. Reads the core once, because each read may have to wait for the interpreter's lock."""
-        status = self.memory.status()
+        """Return the state now, all of one moment: while no operation began or ended."""
         running = self.operations.running
+        while True:
+            now = self._snapshot(running)
+            running, before = self.operations.running, running
+            if running is before:
+                return now
+
+    def _snapshot(self, running: Operation | None) -> Snapshot:
+        # Reads the core once, because each read may have to wait for the interpreter's lock.
+        status = self.memory.status()
         state = status.state
         if state != "failed" and running is not None and running.is_running:
             state = {"release": "releasing", "resume": "resuming"}.get(running.request.operation, state)
