@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 import memsaver_core as ms
@@ -30,7 +28,8 @@ from memsaver_server.reference.engine import TransformersEngine
 from tests.fleet.served_fleet import served
 from tests.waiting import wait_until
 
-MIB = 1 << 20
+from .tensor_engine import MIB, tenant
+
 #: A page is a slot of 512 tokens.
 PAGE, TOKENS, PAGES = 3 * MIB, 512, 9
 PROMPTS = [[3 + n, 5, 8, 13] for n in range(PAGES)]
@@ -59,16 +58,6 @@ def client(http: httpx.Client) -> Iterator[Client]:
 
 def used_bytes() -> int:
     return ms.read_devices()[0].used_bytes
-
-
-@contextmanager
-def tenant(left: int) -> Iterator[None]:
-    """Another tenant of the device: while the block runs, so many bytes are free."""
-    (device,) = ms.read_devices()
-    with ms.region("tenant"):
-        memory = torch.ones(device.total_bytes - device.used_bytes - left, dtype=torch.uint8)
-    yield
-    del memory
 
 
 def generate(client: Client, prompt: list[int]) -> list[int]:

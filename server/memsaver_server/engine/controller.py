@@ -55,6 +55,8 @@ HELD_S = 30.0
 ASKS_S = 5.0
 #: Time limit for the token of ``generates``, seconds.
 GENERATE_TIMEOUT_S = 20.0
+#: Errors of ``UpdatableEngine`` after which its weights are as before.
+_NOTHING_WRITTEN = (ValueError, OSError)
 
 
 class EngineController:
@@ -464,12 +466,12 @@ class EngineController:
         first = given.pop("model_path" if "model_path" in given else "serialized_named_tensors")
 
         def update() -> int:
-            with self.lifecycle.writing(version=weight_version):
+            with self.lifecycle.writing(version=weight_version, refusals=_NOTHING_WRITTEN):
                 return write(first, **given)
 
         try:
             written = await in_thread(update)
-        except (ValueError, OSError) as error:
+        except _NOTHING_WRITTEN as error:
             raise errors.BadRequestError(str(error)) from None
         missing = sorted(unwritten_weights(self.engine))
         more = f" {len(missing)} that a release discarded are missing: {', '.join(missing[:8])}." if missing else ""

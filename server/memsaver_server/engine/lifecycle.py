@@ -232,6 +232,7 @@ class Lifecycle:
     def _map_smaller(self, request: Resume, operation: Operation, log: PhaseLog) -> OperationReport:
         """Resume all else, and then as much of the KV cache as fits. If that fails, what came back stays."""
         assert self.fit_cache is not None
+        self.check_resume(request)
         operation.hold()
         asked = {tag for tag in released_tags(self.memory.status()) if not request.tags or tag in request.tags}
         others = request.model_copy(update={"tags": tuple(sorted(asked - {*ResizeKvCache.tags}))})
@@ -243,6 +244,7 @@ class Lifecycle:
 
     def _map(self, request: Resume, operation: Operation, log: PhaseLog) -> OperationReport:
         """Resume the memory; if that is to be prepared, on device memory that is reserved before."""
+        self.check_resume(request)  # again: an update may have come first
         if operation.blocks_others:
             with log.phase(Phase.RESERVE):
                 self.memory.reserve(request)
@@ -275,24 +277,34 @@ class Lifecycle:
         return self._admission.unpause()
 
     @contextmanager
-    def writing(self, tag: str = "weights", version: str | None = None) -> Iterator[None]:
+    def writing(
+        self, tag: str = "weights", version: str | None = None, refusals: tuple[type[Exception], ...] = ()
+    ) -> Iterator[None]:
         """Run the block, which writes the content of ``tag`` in place, while no memory is moved. Waits for that.
 
         Afterwards what a release had discarded counts as written, unless the block raised or the engine says that
-        weights are still missing; and weights are of this ``version``. Raises, without running the block,
-        NotResidentError if the tag is released, and MemoryBusyError if an operation stalls or another block has not
-        ended."""
+        weights are still missing; and weights are of this ``version``. While the block runs, and if it raises anything
+        but one of the ``refusals``, with which it has written nothing, they are of none. Raises, without running the
+        block, NotResidentError if the tag is released, and MemoryBusyError if an operation stalls or another block has
+        not ended."""
         while not self._moving.acquire(timeout=self._phase_timeout_s):
             if self._updating:
                 raise self._update_too_long("nothing was written")
             operation = self.operations.running
             if operation is not None and (stall := operation.stall()) is not None:
                 raise errors.MemoryBusyError(f"nothing was written: {operation.stall_message(stall)}", stall.phase)
-        self._updating = True
+        before = self._weights_version
         try:
             self.check_resident([tag])
-            yield
+            self._updating = True
             self._verification.content_changed()
+            if tag == "weights":
+                self._weights_version = None
+            try:
+                yield
+            except refusals:
+                self._weights_version = before
+                raise
             if tag == "weights":
                 self._weights_version = version
             if tag != "weights" or not unwritten_weights(self._engine):
@@ -303,10 +315,16 @@ class Lifecycle:
 
     def content_written(self, tags: Sequence[str]) -> str:
         """Take the caller's word that the content of ``tags`` (none: all that is lost) was written; return why
-        admission is still closed, or nothing. Raises UnknownTagError, or NotResidentError if a tag is released."""
+        admission is still closed, or nothing. Raises UnknownTagError, NotResidentError if a tag is released, or
+        MemoryBusyError while an update writes."""
         self.memory.check_tags(tags)
         written = list(tags) or self.snapshot().unwritten
         self.check_resident(written)
+        if self._updating:
+            raise errors.MemoryBusyError(
+                "an update is writing weights at this moment; nothing was noted. Repeat the call when it is done",
+                Phase.WAIT_FOR_WEIGHTS.value,
+            )
         self._verification.content_changed()
         if "weights" in written:
             self._weights_version = None
