@@ -213,8 +213,8 @@ class Controller(Protocol[OperationT]):
     async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
         """Overwrite the weights with those of a checkpoint folder."""
 
-    async def update_from_tensor(self, asked: Fields | bytes) -> Answer:
-        """Overwrite some weights with those of a body, which a controller of several engines passes on as it is."""
+    async def update_from_tensor(self, selected: Fields, asked: Fields) -> Answer:
+        """Overwrite some weights with those in a body."""
 
 
 def accepted(operation: Operation) -> Answer:

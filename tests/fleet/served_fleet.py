@@ -29,11 +29,12 @@ def served(
     silence_s: float = 10.0,
     record: Record | None = None,
     name: str = "",
+    verify: ssl.SSLContext = TRUST,
     **settings: Any,
 ) -> Iterator[httpx.Client]:
     """Serve a fleet of ``members``; yields a client of it. ``key`` is the one of the engines."""
     membership = members if isinstance(members, StaticMembership) else StaticMembership(members)
-    fleet = AsyncFleet(membership, record=record, api_key=key, silence_s=silence_s, verify=TRUST, name=name)
+    fleet = AsyncFleet(membership, record=record, api_key=key, silence_s=silence_s, verify=verify, name=name)
     ours = Settings(**settings)
     app = partial(create_fleet_app, fleet, ours, turns=TurnOptions(models), engine_key=key)
     headers = {"Authorization": f"Bearer {ours.api_key.get_secret_value()}"} if ours.api_key else {}

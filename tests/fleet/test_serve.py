@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -164,6 +164,47 @@ def test_slime_miles_and_nemo_rl() -> None:
         assert all(bool((engine.weights == 42).all()) for engine in engines)
     for attachment in attachments:
         attachment.close()
+
+
+def test_weights_in_a_body_go_to_the_engines_that_it_selects() -> None:
+    engines = {name: Trained(name) for name in ("tensors-1", "tensors-2", "tensors-3")}
+    with ExitStack() as stack:
+        urls = {name: stack.enter_context(attach(engine, settings=Settings())).url for name, engine in engines.items()}
+        members = [Member(name, url, model=f"model of {name}") for name, url in urls.items()]
+        fleet = stack.enter_context(served(members))
+        for number, (path, body) in enumerate(
+            (
+                ("?model=model%20of%20tensors-1", {}),
+                ("", {"model": "model of tensors-1"}),
+                ("", {"selector": {"names": ["tensors-1"]}}),
+            ),
+            2,
+        ):
+            payload = base64.b64encode(b"%d" % number).decode()
+            answer = fleet.post(
+                f"/update_weights_from_tensor{path}", json={"serialized_named_tensors": [payload], **body}
+            )
+            answer.raise_for_status()
+            assert names(answer) == ["tensors-1"]
+            assert [bool((engine.weights == number).all()) for engine in engines.values()] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("field", "meant"),
+    [
+        ({"names": ["a"]}, "selector.names"),
+        ({"name": "a"}, "selector.names"),
+        ({"label": {"x": "y"}}, "selector.labels"),
+        ({"model_name": "m"}, "model"),
+    ],
+)
+def test_what_selects_engines_elsewhere_is_refused(
+    fleet: httpx.Client, sites: Sites, field: dict[str, object], meant: str
+) -> None:
+    """It was passed over, and every engine was released."""
+    answer = fleet.post("/release_memory_occupation", json=field)
+    assert (answer.status_code, f"did you mean {meant!r}" in answer.json()["message"]) == (400, True)
+    assert states(sites) == ["resident"] * 3
 
 
 def test_verl_sends_again_after_a_timeout(fleet: httpx.Client, sites: Sites) -> None:

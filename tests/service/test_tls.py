@@ -12,6 +12,8 @@ import pytest
 from memsaver_core.contract.errors import ConfigurationError
 from memsaver_server import Client, attach
 from memsaver_server.client import UnreachableError
+from memsaver_server.fleet import Member
+from tests.fleet.served_fleet import served
 
 from .tensor_engine import TensorEngine
 
@@ -46,6 +48,20 @@ def test_a_client_checks_the_certificate(engine: TensorEngine, tmp_path: Path) -
             client.occupation()
         with Client(server.url.replace("https", "http"), attempts=1) as client, pytest.raises(UnreachableError):
             client.occupation()
+
+
+def test_a_coordinator_trusts_the_same_authorities_in_all_that_it_sends(engine: TensorEngine, tmp_path: Path) -> None:
+    """Requests that it passed on were checked against those of a package."""
+    made, key = certificate(tmp_path, "ours")
+    trusting = ssl.create_default_context(cafile=str(made))
+    with (
+        attach(engine, ssl_certfile=made, ssl_keyfile=key) as server,
+        served([Member("a", server.url)], verify=trusting) as http,
+    ):
+        assert http.post("/release_memory_occupation").is_success
+        assert http.post("/resume_memory_occupation").is_success
+        assert http.get("/flush_cache").is_success
+        assert http.get("/v1/models", headers={"x-memsaver-engine": "a"}).status_code != 502
 
 
 def test_files_that_do_not_fit_are_named(engine: TensorEngine, tmp_path: Path) -> None:

@@ -458,8 +458,7 @@ class EngineController:
     async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
         return await self._update(cast(UpdatableEngine, self.engine).update_weights_from_disk, **dict(asked))
 
-    async def update_from_tensor(self, asked: Fields | bytes) -> Answer:
-        assert isinstance(asked, Fields)
+    async def update_from_tensor(self, selected: Fields, asked: Fields) -> Answer:
         return await self._update(cast(UpdatableEngine, self.engine).update_weights_from_tensor, **dict(asked))
 
     async def _update(self, write: Callable[..., int], weight_version: str | None, **given: Any) -> Answer:

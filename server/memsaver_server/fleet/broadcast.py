@@ -17,6 +17,7 @@ from memsaver_server.fleet.observer import GLANCE_S, Observer
 from memsaver_server.fleet.results import CallRow, EngineStatus, count_of
 from memsaver_server.fleet.turns.upstream import Upstreams
 from memsaver_server.operation.departure import while_client_waits
+from memsaver_server.threads import in_thread
 
 _HEADERS = [
     (b"content-type", b"application/json"),
@@ -31,13 +32,13 @@ async def call_each(
     observer: Observer,
     method: str,
     path: str,
-    body: Mapping[str, Any] | bytes | None,
+    body: Mapping[str, Any] | None,
     query: Mapping[str, Any] | None = None,
 ) -> list[CallRow]:
     """Return the row of each engine; one that ``observer`` finds silent meanwhile is waited for no longer. Raises
     ClientGoneError if the client of the current request has been gone for ``WHOLE_S``."""
     target = (f"{path}?{urlencode(query, doseq=True)}" if query else path).encode()
-    content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    content = b"" if body is None else (await in_thread(json.dumps, body)).encode()
 
     async def ask(url: str, key: str | None) -> tuple[httpx.Response, Any]:
         answer = await (await upstreams.to(url, key)).send(method, target, _HEADERS, content)

@@ -86,7 +86,7 @@ class FleetController:
         self._settings = settings
         self._observer = Observer(fleet, engine_key, lambda status: self.turns.update(status))
         self.turns = Turns(turns, self)
-        self._upstreams = Upstreams()
+        self._upstreams = Upstreams(fleet.verify)
         self.proxy = Proxy(self.turns, self, self._upstreams, self._observer.keys)
         self._metrics = FleetMetrics(self._observer, self.turns, callers)
         self._audit = AuditLog(settings.audit_file)
@@ -362,9 +362,8 @@ class FleetController:
     async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
         return await self._call(selected, "Weights written", "POST", "/update_weights_from_disk", asked.model_dump())
 
-    async def update_from_tensor(self, asked: Fields | bytes) -> Answer:
-        assert isinstance(asked, bytes)
-        return await self._call(Selected(), "Weights written", "POST", "/update_weights_from_tensor", asked)
+    async def update_from_tensor(self, selected: Fields, asked: Fields) -> Answer:
+        return await self._call(selected, "Weights written", "POST", "/update_weights_from_tensor", asked.model_dump())
 
     async def _call(
         self,
@@ -372,7 +371,7 @@ class FleetController:
         done: str,
         method: str,
         path: str,
-        body: dict[str, Any] | bytes | None = None,
+        body: dict[str, Any] | None = None,
         query: dict[str, Any] | None = None,
     ) -> Answer:
         """Send the same call to every selected engine; return the answer that lists theirs, and says ``done`` if all

@@ -98,8 +98,8 @@ class AsyncFleet:
     ) -> None:
         self.membership = membership
         name = name or f"{socket.gethostname()}:{os.getpid()}"
-        verify = ssl.create_default_context() if verify is True else verify
-        self._coordinator = Coordinator(f"memsaver-coordinator {name}", api_key, silence_s, verify)
+        self.verify = ssl.create_default_context() if verify is True else verify
+        self._coordinator = Coordinator(f"memsaver-coordinator {name}", api_key, silence_s, self.verify)
         self._lease_s = lease_s
         self._keeper = Keeper(record or MemoryRecord())
         self._locks = Locks()

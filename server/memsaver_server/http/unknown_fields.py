@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 
 from memsaver_core.contract.errors import BadRequestError
-from memsaver_core.contract.requests import FleetRelease, FleetResume
+from memsaver_core.contract.requests import FleetRelease, FleetResume, Selector
 
 #: What known clients send beside our fields; it has no effect.
 PASSED_OVER = frozenset(
@@ -32,6 +32,8 @@ _FIELDS = frozenset(
     for name, field in model.model_fields.items()
     if name not in PASSED_OVER
 ) | {"commit"}
+#: What is meant by fields that select engines elsewhere, if the request has that.
+_MEANT = {"model_name": "model", **{name: f"selector.{name}" for name in Selector.model_fields}}
 #: Least similarity of a misspelt name, by difflib: one wrong letter in four.
 SIMILARITY = 0.75
 #: More unknown fields than this are refused; comparing them would take long.
@@ -47,7 +49,7 @@ def check_names(given: Iterable[str], known: Collection[str]) -> list[str]:
     plain = {_plain(name): name for name in known}
     ignored = []
     for name in unknown:
-        near = plain.get(_plain(name))
+        near = plain.get(_plain(name)) or _meant(name, known)
         if near is None and name in _FIELDS:
             raise BadRequestError(f"field {name!r} has no effect here, so the request is refused. Nothing was done")
         if near is None and name in PASSED_OVER:
@@ -59,6 +61,11 @@ def check_names(given: Iterable[str], known: Collection[str]) -> list[str]:
             raise BadRequestError(f"unknown field {name!r}; did you mean {near!r}? Nothing was done")
         ignored.append(name)
     return ignored
+
+
+def _meant(name: str, known: Collection[str]) -> str | None:
+    meant = {_plain(each): there for each, there in _MEANT.items()}.get(_plain(name))
+    return meant if meant is not None and meant.partition(".")[0] in known else None
 
 
 def _plain(name: str) -> str:

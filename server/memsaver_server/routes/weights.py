@@ -7,11 +7,10 @@ from typing import Any
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
 from pydantic import Field
-from starlette.requests import Request
 
 from memsaver_core.contract.requests import Fields, WeightsVersion
 from memsaver_server.controller import Models
-from memsaver_server.http.requests import body_of, failures, fields_of, guard, joined, plain, takes
+from memsaver_server.http.requests import failures, fields_of, guard, joined, plain, takes
 from memsaver_server.http.service import ControllerOf, response_of
 from memsaver_server.http.unknown_fields import NamesIgnored
 
@@ -40,20 +39,17 @@ class UpdateFromTensor(Update):
 def router(models: Models) -> APIRouter:
     responses = failures({409: "The weights are released; resume them first.", **models.failures})
     routes = APIRouter(route_class=NamesIgnored, tags=["weights"], dependencies=[Depends(guard)], responses=responses)
-    disk = joined(UpdateFromDisk, models.selected)
-    by_disk = Depends(fields_of(disk))
-    read_tensors = fields_of(UpdateFromTensor, "max_update_bytes")
+    disk, tensors = joined(UpdateFromDisk, models.selected), joined(UpdateFromTensor, models.selected)
+    by_disk, by_tensors = Depends(fields_of(disk)), Depends(fields_of(tensors, "max_update_bytes"))
 
     @routes.post("/update_weights_from_disk", response_model=models.message, openapi_extra=takes(disk))
     async def update_weights_from_disk(controller: ControllerOf, fields: Any = by_disk) -> JSONResponse:
         """Overwrite the weights with those of a checkpoint folder that the engine can read."""
         return response_of(await controller.update_from_disk(fields, plain(fields, UpdateFromDisk)))
 
-    @routes.post("/update_weights_from_tensor", response_model=models.message, openapi_extra=takes(UpdateFromTensor))
-    async def update_weights_from_tensor(request: Request, controller: ControllerOf) -> JSONResponse:
-        """Overwrite some weights with those in the body; each engine of a fleet gets it as it is."""
-        if models.several:
-            return response_of(await controller.update_from_tensor(await body_of(request, "max_update_bytes")))
-        return response_of(await controller.update_from_tensor(await read_tensors(request)))
+    @routes.post("/update_weights_from_tensor", response_model=models.message, openapi_extra=takes(tensors))
+    async def update_weights_from_tensor(controller: ControllerOf, fields: Any = by_tensors) -> JSONResponse:
+        """Overwrite some weights with those in the body."""
+        return response_of(await controller.update_from_tensor(fields, plain(fields, UpdateFromTensor)))
 
     return routes

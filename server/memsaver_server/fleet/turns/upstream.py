@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Iterable
 from weakref import WeakSet
 
@@ -34,11 +35,11 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Upstream:
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None, verify: ssl.SSLContext | bool) -> None:
         self._target = target = Target(url, None, api_key, CONNECT_S, None)
         self._base = httpx.URL(target.base_url)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_S)
-        self._transport = httpx.AsyncHTTPTransport(uds=target.uds, limits=limits)
+        self._transport = httpx.AsyncHTTPTransport(uds=target.uds, verify=target.verifies(verify), limits=limits)
         self._timeout = httpx.Timeout(None, connect=CONNECT_S).as_dict()
         self._key = [(name, value) for name, value in target.headers.items() if name == b"Authorization"]
         self._sending = 0
@@ -72,7 +73,10 @@ class Upstream:
 
 
 class Upstreams:
-    def __init__(self) -> None:
+    """One for each engine that is called; ``verify`` as for the client."""
+
+    def __init__(self, verify: ssl.SSLContext | bool) -> None:
+        self._verify = verify
         self._known: dict[tuple[str, str | None], Upstream] = {}
 
     async def to(self, url: str, api_key: str | None) -> Upstream:
@@ -80,7 +84,7 @@ class Upstreams:
         if key not in self._known:
             unused = [each for each, one in self._known.items() if one.is_idle and one.used < now - UNUSED_S]
             closing = [self._known.pop(each).close() for each in unused]
-            upstream = self._known[key] = Upstream(url, api_key)
+            upstream = self._known[key] = Upstream(url, api_key, self._verify)
             await asyncio.gather(*closing)
             return upstream
         self._known[key].used = now
