@@ -829,3 +829,12 @@ def test_any_name_of_an_engine_can_be_in_a_header(sites: Sites) -> None:
     with served([Member(" a\n\x07名é", sites["a"].wire.url)]) as http:
         answer = http.post("/v1/completions", json={})
     assert (answer.status_code, answer.headers["x-memsaver-engine"]) == (404, "a???é")
+
+
+def test_headers_of_one_connection_are_not_passed_on(sites: Sites) -> None:
+    """Those that ``Connection`` names, too."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close, X-Hop\r\nX-Hop: 1\r\nX-Kept: 1\r\n\r\n{}"
+    sites["a"].wire.answer("POST /v1/completions", [head])
+    with served([Member("a", sites["a"].wire.url)]) as http:
+        answer = http.post("/v1/completions", json={})
+    assert (answer.status_code, "x-hop" in answer.headers, "x-kept" in answer.headers) == (200, False, True)

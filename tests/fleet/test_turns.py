@@ -24,7 +24,7 @@ from memsaver_server.fleet import Member
 from memsaver_server.fleet.turns import proxy, upstream
 from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
 from memsaver_server.fleet.turns.slot import Slot, victims
-from tests.fleet.served_fleet import served
+from tests.fleet.served_fleet import TRUST, served
 from tests.fleet.wire import Loop, Wire
 from tests.programs import Child
 from tests.waiting import wait_until
@@ -247,7 +247,7 @@ def test_connections_wait_less_than_servers_and_go_with_their_engine(monkeypatch
 
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            upstreams = upstream.Upstreams()
+            upstreams = upstream.Upstreams(TRUST)
             answer = await (await upstreams.to(url, None)).send("GET", b"/", [], b"")
             await upstreams.to(f"{url}/other", None)
             assert await answer.aread() == b"ok", "it was not closed under the request"

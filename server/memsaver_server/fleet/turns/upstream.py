@@ -97,19 +97,23 @@ class Upstreams:
 
 def request_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     """Return the headers of a client's request that its engine gets."""
-    sent = [
-        (name, value)
-        for name, value in headers
-        if (key := name.decode("latin-1").lower()) not in _HOP | _OWN and not key.startswith("sec-")
-    ]
+    sent = [(name, value) for name, value in _without(headers, _OWN) if not name.lower().startswith(b"sec-")]
     if not any(name.lower() == b"accept-encoding" for name, _ in sent):  # httpx would add its own: compressed answers
         sent.append((b"accept-encoding", b"identity"))
     return sent
 
 
+def _without(headers: Iterable[tuple[bytes, bytes]], left_out: frozenset[str]) -> Headers:
+    """Return the headers without those ``left_out``, and without those of one connection, which may name more."""
+    given = [(name.decode("latin-1").lower(), name, value) for name, value in headers]
+    named = b",".join(value for key, _, value in given if key == "connection").decode("latin-1").lower()
+    hop = _HOP | left_out | {each.strip() for each in named.split(",")}
+    return [(name, value) for key, name, value in given if key not in hop]
+
+
 def answer_headers(headers: httpx.Headers, engine: str) -> Headers:
     """Return the headers of an engine's answer that the client gets, and the engine's name."""
-    kept = [(name, value) for name, value in headers.raw if name.decode("latin-1").lower() not in _HOP | _SERVER]
+    kept = _without(headers.raw, _SERVER)
     # No other letters may be in a header.
     shown = "".join(letter if letter.isprintable() else "?" for letter in engine.strip())
     return [*kept, (b"x-memsaver-engine", shown.encode("latin-1", "replace"))]
