@@ -36,7 +36,8 @@ demo: $(READY)  ## start an engine, release its memory, resume it, compare the t
 	@$(BIN)/memsaver demo $(ARGS)
 
 test: $(READY)  ## lint, type-check and run every test (those that need a GPU are skipped without one)
-	@if [ -e /dev/nvidiactl ]; then $(BIN)/python -m pytest -m gpu $(ARGS) || [ $$? -eq 5 ]; fi
+	@if [ -e /dev/nvidiactl ]; then for each in tests/devices tests/native tests/reliability tests/gpu/test_*.py; do \
+	  $(BIN)/python -m pytest -m gpu $$each $(ARGS) || [ $$? -eq 5 ]; done; fi
 	@$(MAKE) --no-print-directory -j3 tests $(LINTS:%=lint-%)
 
 # Several processes at once: `python -m tests.run tests/unit -k region` runs a part of it.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import forks
+from tests import engine_runs, forks
 from tests.amount import amount
 
 
@@ -57,6 +57,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for outcome, reports in terminalreporter.stats.items()
         if outcome and outcome != "warnings"
     }
+    if "TESTS_RUNS" in os.environ:
+        reports = [each for kind in ("passed", "failed", "error") for each in terminalreporter.stats.get(kind, ())]
+        engine_runs.record({report.nodeid: report.outcome for report in reports})
     if "TESTS_RESULTS" in os.environ:
         results = {"outcomes": outcomes, "seconds": _cpu_seconds, "forks_cpu_seconds": forks.cpu_seconds()}
         Path(os.environ["TESTS_RESULTS"]).write_text(json.dumps(results))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests import engine_runs
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = [
@@ -35,6 +38,25 @@ def test_what_is_generated_is_current() -> None:
         [sys.executable, ROOT / "docs/generate.py", "--check"], capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr
+
+
+def test_the_table_of_what_runs_where_is_current() -> None:
+    assert engine_runs.page() == engine_runs.PAGE.read_text()
+
+
+def test_a_run_is_recorded_beside_earlier_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TESTS_RUNS", str(tmp_path))
+    core, engine = "tests/gpu/test_core_gpu.py::test_half[2]", "tests/fleet_on_ray/test_fleet.py::test_a_fleet"
+    engine_runs.record({core: "passed", engine: "failed", "tests/unit/test_x.py::test_y": "skipped"})
+    engine_runs.record({engine: "passed"})
+    written = [json.loads(file.read_text()) for file in sorted(tmp_path.iterdir())]
+    assert [(run["engine"], run["tests"]) for run in written] == [
+        ("memsaver", {core: "passed"}),
+        ("ray", {engine: "passed"}),
+    ]
+    table = "\n".join(engine_runs._table(written))
+    assert "| core: half (2) | runs, " in table
+    assert "| a fleet | runs, " in table
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
