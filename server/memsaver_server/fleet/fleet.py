@@ -369,7 +369,7 @@ class AsyncFleet:
         known = record.known(operation.id)
         members = [part.member for part in parts]
         ended = known is not None and known.outcome in ("succeeded", "cancelled")
-        if known is not None and (ended or record.is_overtaken(operation.id, members)):
+        if known is not None and (ended or record.is_overtaken(operation.id, request.tags, members)):
             return self._repeated(operation, known)
         execution = self._execution(operation)
         if request.fleet_mode == "best_effort" and not operation.given_up.is_set():
@@ -395,8 +395,11 @@ class AsyncFleet:
         if known.resized is not None:  # whether its engines live or not: they do not know what it was
             operation.parts = [Part(part.member, part.connection, after=part.before) for part in operation.parts]
         for part in operation.parts:
-            if known.resized is None:
+            if known.resized is None and known.outcome == "succeeded":
                 part.check(part.before, operation.asked, "asking")
+            elif known.resized is None:
+                what = f"a later call was about these engines, or some of them; use a new id to {known.verb} them"
+                part.check(part.before, operation.asked, "asking", what)
             elif known.outcome != "succeeded":
                 what = "a later call was about the size of its KV cache; use a new id to set it again"
                 part.fail("asking", EngineFailure("changed", what))

@@ -39,7 +39,7 @@ class Wanted(Model):
         operation_id: the fleet's operation that wished it.
         client: who asked for that.
         until_asked: released only until the next request for its model.
-        at: seconds since the epoch.
+        at: when the record took it up, seconds since the epoch; a wish is later than what has ended before.
     """
 
     selector: Selector
@@ -62,7 +62,6 @@ class Wanted(Model):
             operation_id=operation_id,
             client=client,
             until_asked=until_asked,
-            at=time.time(),
         )
 
     def asked(self) -> FleetRelease | FleetResume:
@@ -132,16 +131,17 @@ class RecordContent(Model):
         known = self.ids.get(operation_id)
         return known if known is not None and known.at > time.time() - KEPT_S else None
 
-    def is_overtaken(self, operation_id: str, members: Iterable[Described]) -> bool:
-        """Return whether another operation since is about one of these members: after a resize another resize, after
-        one that has begun and not ended any wish."""
+    def is_overtaken(self, operation_id: str, tags: Sequence[str], members: Iterable[Described]) -> bool:
+        """Return whether another operation, since this one ended or its coordinator died, is about one of these members:
+        after a resize another resize, else one that leaves a wish about one of ``tags``, or about any if none is named.
+        """
         known = self.ids[operation_id]
-        order = [(wish.operation_id, wish.selector) for wish in self.wanted if known.outcome == "begun"]
         if known.resized is not None:
-            order = [(key, each.resized) for key, each in self.ids.items() if each.resized is not None]
-        ids = [key for key, _ in order]
-        later = order[ids.index(operation_id) + 1 :] if operation_id in ids else order
-        return any(selector.matches(member) for member in members for _, selector in later)
+            later = [each.resized for each in self.ids.values() if each.resized is not None and each.at > known.at]
+        else:
+            wishes = [wish for wish in self.wanted if wish.at > known.at]
+            later = [wish.selector for wish in wishes if not tags or not wish.tags or set(tags) & set(wish.tags)]
+        return any(selector.matches(member) for member in members for selector in later)
 
     def first(self, operation_id: str, digest: str) -> str:
         """Describe the other request that an id stands for; empty if it stands for that of ``digest``, or for none."""
@@ -165,7 +165,8 @@ class RecordContent(Model):
             ids = dict([*kept, (operation_id, known)][-MAX_KEPT:])
         for new in (*([] if wish is None else [wish]), *rest):
             options = {name: value for name, value in new.options.items() if name != "weights_version"}
-            wanted = (*(old for old in wanted if not _covers(new, old)), new.model_copy(update={"options": options}))
+            noted = new.model_copy(update={"options": options, "at": known.at})
+            wanted = (*(old for old in wanted if not _covers(new, old)), noted)
         demands = self.demands if wish is None else _demands_after(wish, self.demands)
         return self.model_copy(update={"running": running, "ids": ids, "wanted": wanted, "demands": demands})
 
