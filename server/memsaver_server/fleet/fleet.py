@@ -212,7 +212,7 @@ class AsyncFleet:
                 self._left = left
         for operation_id, running in self._left.items():
             if operation_id not in self._recoveries:  # else it goes on
-                asked = running.wanted.asked().resolved(DEFAULT_TIMEOUT_S)
+                asked = running.wanted.asked(running.sent).resolved(DEFAULT_TIMEOUT_S)
                 operation = FleetOperation.left(operation_id, running, asked)
                 self._recoveries[operation_id] = operation
                 work = self._concluded(operation, self._carry_on(operation, running))

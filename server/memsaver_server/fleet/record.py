@@ -64,11 +64,13 @@ class Wanted(Model):
             until_asked=until_asked,
         )
 
-    def asked(self) -> FleetRelease | FleetResume:
-        """Return the request that another coordinator has noted as this wish."""
+    def asked(self, sent: Mapping[str, Any] | None = None) -> FleetRelease | FleetResume:
+        """Return the request that another coordinator has noted as this wish; ``sent`` has the options that it sent, if
+        not those of the wish alone."""
         model = ASKED_OF_FLEET[VERBS[self.state]]
-        known = {name: value for name, value in self.options.items() if name in model.model_fields}
-        return model(selector=self.selector, tags=self.tags or (), **known)
+        given = {**(self.options if sent is None else sent), "tags": self.tags or ()}
+        known = {name: value for name, value in given.items() if name in model.model_fields}
+        return model(selector=self.selector, **known)
 
 
 class Demand(Model):
@@ -103,10 +105,11 @@ class Prepared(Model):
 
 class Running(Model):
     """How far an operation in mode ``all`` is. Once it is ``committing``, every engine is prepared. Any coordinator can
-    commit or abort it by ``key``, the Idempotency-Key under which the engines prepare it."""
+    commit or abort it by ``key``, the Idempotency-Key under which the engines prepare what they were ``sent``."""
 
     stage: Literal["preparing", "committing", "rolling_back"]
     wanted: Wanted
+    sent: Mapping[str, Any] | None = None  # None: by an earlier version, which noted no more than the wish
     key: str = ""
     digest: str = ""  # of the request
     engines: dict[str, Prepared]
