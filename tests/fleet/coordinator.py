@@ -1,4 +1,4 @@
-"""A coordinator in a process of its own, to be killed: MEMBERS RECORD VERB LEASE_S OPTIONS. Prints its result as JSON."""
+"""A coordinator in a process of its own, to be killed: MEMBERS RECORD VERB LEASE_S OPTIONS. Prints its result."""
 
 from __future__ import annotations
 

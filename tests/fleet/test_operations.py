@@ -313,7 +313,7 @@ def test_a_repeat_of_what_has_failed_is_carried_out(fleet: Fleet, sites: Sites, 
 
 
 def test_a_repeat_does_again_what_was_undone_since(fleet: Fleet, sites: Sites) -> None:
-    """Without the fleet. An engine that had succeeded answered the repeat by that, whatever had become of its memory."""
+    """Without the fleet. An engine that had succeeded answered the repeat by that, whatever its memory was."""
     sites["b"].engine.memory.fail("release", MemsaverError("no"))
     assert not fleet.release(operation_id="again", mode="best_effort").success
     assert sites["a"].http.post("/resume_memory_occupation").is_success

@@ -130,7 +130,8 @@ class AsyncFleet:
         A caller that is cancelled cancels nothing: the operation continues. ``cancel`` does.
 
         Args:
-            operation_id: the id of this operation; a repeat with the same id carries out only what has failed.
+            operation_id: the id of this operation; a repeat with the same id carries out only what has failed, and does
+                nothing if a later operation was about one of its engines.
             options: the other fields of ``memsaver_core.contract.requests.FleetRelease``; by default ``timeout_s`` is
                 60. With ``fleet_mode`` ``all`` (the default) all engines prepare, then commit; if one fails, all are as
                 before, or the result says which is not. With ``best_effort`` each acts by itself. ``mode`` may be

@@ -85,9 +85,7 @@ class Part:
             await self.look()
         self.ended()
 
-    def check(
-        self, now: OccupationAnswer | None, asked: AskedOfFleet, phase: str, why: str = _UNDONE
-    ) -> None:
+    def check(self, now: OccupationAnswer | None, asked: AskedOfFleet, phase: str, why: str = _UNDONE) -> None:
         """Fail in this phase for this reason if what it holds ``now`` is not as ``asked``, as far as that says."""
         state = STATES.get(asked.operation)
         if now is not None and (now.state == "failed" or (state and unlike(now, state, asked.tags))):

@@ -39,7 +39,7 @@ class Wanted(Model):
         operation_id: the fleet's operation that wished it.
         client: who asked for that.
         until_asked: released only until the next request for its model.
-        at: when the record took it up, seconds since the epoch; a wish is later than what has ended before.
+        at: when the record took it up, seconds since the epoch.
     """
 
     selector: Selector
@@ -135,9 +135,8 @@ class RecordContent(Model):
         return known if known is not None and known.at > time.time() - KEPT_S else None
 
     def is_overtaken(self, operation_id: str, tags: Sequence[str], members: Iterable[Described]) -> bool:
-        """Return whether another operation, since this one ended or its coordinator died, is about one of these members:
-        after a resize another resize, else one that leaves a wish about one of ``tags``, or about any if none is named.
-        """
+        """Return whether another operation, since this one ended or was left, is about one of these members: after a
+        resize another resize, else one that leaves a wish about one of ``tags``; none means all."""
         known = self.ids[operation_id]
         if known.resized is not None:
             later = [each.resized for each in self.ids.values() if each.resized is not None and each.at > known.at]
