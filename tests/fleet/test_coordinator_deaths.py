@@ -35,12 +35,12 @@ MOMENTS = {
 }
 
 
-def coordinator(sites: Sites, folder: Path, verb: str, lease_s: float) -> Child:
+def coordinator(sites: Sites, folder: Path, verb: str, lease_s: float, **options: object) -> Child:
     """Start a coordinator of all engines with a record."""
     members = folder / "members.yaml"
     members.write_text(json.dumps([{"name": name, "url": site.wire.url} for name, site in sites.items()]))
     program = str(Path(__file__).with_name("coordinator.py"))
-    return Child(program, str(members), str(folder / "record.json"), verb, str(lease_s))
+    return Child(program, str(members), str(folder / "record.json"), verb, str(lease_s), json.dumps(options))
 
 
 def kill_at(sites: Sites, child: Child, engine: str, request: str, fault: str) -> None:
@@ -160,6 +160,45 @@ def test_a_repeat_of_what_a_dead_coordinator_had_begun_gets_it_done(
     result = coordinate(record=record).release(operation_id=operation_id)
     assert result.success, result.message
     assert all(site.is_released for site in sites.values())
+
+
+@pytest.mark.guards("the coordinator of a fleet ended in the middle, and engines stayed closed")
+def test_an_engine_that_drains_for_a_dead_coordinator_is_opened(
+    coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path
+) -> None:
+    """It went on, and refused the repeat of the same call."""
+    b, record, options = sites["b"], FileRecord(tmp_path / "record.json"), {"operation_id": "one", "timeout_s": 3600}
+    child = coordinator(sites, tmp_path, "release", 30, **options)
+    with ThreadPoolExecutor(1) as pool:
+        with b.engine.request():
+            for site in sites.values():
+                wait_until(lambda site=site: site.http.get("/memory_occupation").json()["operation_id"])
+            child.kill()
+            fleet = coordinate(record=record)
+            (result,) = fleet.recover()
+            assert "All engines are as before" in result.message
+            assert all(site.is_serving for site in sites.values())
+            repeat = pool.submit(fleet.release, **options)
+            wait_until(lambda: repeat.done() or not b.is_open)
+        assert repeat.result().success, repeat.result().message
+    assert all(site.is_released for site in sites.values())
+
+
+def test_what_drains_for_another_caller_is_left_alone(
+    coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path
+) -> None:
+    b, record = sites["b"], FileRecord(tmp_path / "record.json")
+    with ThreadPoolExecutor(1) as pool:
+        with b.engine.request():
+            drains = pool.submit(b.http.post, "/release_memory_occupation", json={"timeout_s": 3600})
+            wait_until(lambda: not b.is_open)
+            child = coordinator(sites, tmp_path, "release", 30)
+            for name in "ac":
+                wait_until(lambda name=name: sites[name].http.get("/memory_occupation").json()["prepared"])
+            child.kill()
+            assert coordinate(record=record).recover()
+        assert drains.result().is_success, drains.result().text
+    assert [site.is_serving for site in sites.values()] == [True, False, True]
 
 
 def test_an_id_is_its_request_after_a_restart(coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path) -> None:
@@ -315,6 +354,9 @@ def test_an_undo_that_another_coordinator_had_begun_is_followed(coordinate: Call
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(coordinate(record=record, silence_s=3600).release, timeout_s=3600)
         wait_until(lambda: memory.reached.get("resume", 0) > before)
+        content = asyncio.run(record.load())
+        earlier = {key: each.model_copy(update={"sent": None}) for key, each in content.running.items()}  # version
+        asyncio.run(record.save(content.model_copy(update={"running": earlier})))
         second = pool.submit(coordinate(record=record, silence_s=3600).recover)
         wait_until(lambda: second.done() or undos() == known + 2)
         memory.heal()

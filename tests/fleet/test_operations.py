@@ -313,11 +313,39 @@ def test_a_repeat_of_what_has_failed_is_carried_out(fleet: Fleet, sites: Sites, 
 
 
 def test_a_repeat_does_again_what_was_undone_since(fleet: Fleet, sites: Sites) -> None:
-    """An engine that had succeeded answered the repeat by that, whatever had become of its memory."""
+    """Without the fleet. An engine that had succeeded answered the repeat by that, whatever its memory was."""
     sites["b"].engine.memory.fail("release", MemsaverError("no"))
     assert not fleet.release(operation_id="again", mode="best_effort").success
-    assert fleet.resume().success
+    assert sites["a"].http.post("/resume_memory_occupation").is_success
     assert fleet.release(operation_id="again", mode="best_effort").success
+    assert all(site.is_released for site in sites.values())
+
+
+@pytest.mark.parametrize("mode", ["all", "best_effort"])
+def test_a_repeat_of_what_has_failed_does_not_undo_a_later_call(fleet: Fleet, sites: Sites, mode: Mode) -> None:
+    """It released again what had succeeded, and another caller had resumed."""
+    sites["b"].engine.memory.fail("release", MemsaverError("no"))
+    assert not fleet.release(operation_id="one", mode=mode).success
+    if mode == "all":
+        assert fleet.release(Selector(names=("c",)), operation_id="between").success
+    assert fleet.resume(Selector(names=("a",)), operation_id="two").success
+    before = fleet.status()
+    again = fleet.release(operation_id="one", mode=mode)
+    assert {engine.name: engine.kind for engine in again.failed} == {"a": "changed", "b": "changed"}
+    assert "a later call was about these engines, or some of them; use a new id to release them" in again.message
+    assert [site.is_serving for site in sites.values()] == [True, True, False]
+    assert fleet.status().wanted == before.wanted
+    assert fleet.release(operation_id="three", mode=mode).success
+
+
+def test_a_later_call_about_other_engines_or_tags_does_not_keep_a_repeat(fleet: Fleet, sites: Sites) -> None:
+    sites["b"].engine.memory.fail("release", MemsaverError("no"))
+    both = Selector(names=("a", "b"))
+    assert not fleet.release(both, tags=["kv_cache"], operation_id="one").success
+    assert fleet.release(Selector(names=("c",)), operation_id="two").success
+    assert fleet.release(tags=["weights"], operation_id="three").success
+    again = fleet.release(both, tags=["kv_cache"], operation_id="one")
+    assert again.success, again.message
     assert all(site.is_released for site in sites.values())
 
 

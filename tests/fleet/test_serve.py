@@ -450,6 +450,33 @@ def test_operations_are_followed_and_given_up(fleet: httpx.Client, sites: Sites)
     assert events.strip().rpartition("event: ")[2].startswith("done")
 
 
+def test_a_stronger_drain_begins_once_the_first_is_cancelled(fleet: httpx.Client, sites: Sites) -> None:
+    patient = {"timeout_s": 3600, "operation_id": "first"}
+    with ThreadPoolExecutor(2) as pool:
+        with sites["b"].engine.request() as inside:
+            pool.submit(fleet.post, "/release_memory_occupation", json=patient)
+            wait_until(lambda: not sites["b"].is_open)
+            stronger = pool.submit(fleet.post, "/release_memory_occupation", json={"mode": "abort"})
+            wait_until(lambda: len(fleet.get("/operations").json()["operations"]) == 2)
+            assert not inside.aborted
+            assert fleet.delete("/operations/first").json()["status"] == "cancelled"
+            wait_until(lambda: inside.aborted)
+        assert stronger.result().is_success, stronger.result().text
+    assert states(sites) == ["released"] * 3
+
+
+def test_an_engine_of_a_release_by_best_effort_is_expedited_by_itself(fleet: httpx.Client, sites: Sites) -> None:
+    patient = {"timeout_s": 3600, "fleet_mode": "best_effort"}
+    with ThreadPoolExecutor(2) as pool:
+        with sites["b"].engine.request() as inside:
+            first = pool.submit(fleet.post, "/release_memory_occupation", json=patient)
+            wait_until(lambda: not sites["b"].is_open)
+            stronger = pool.submit(sites["b"].http.post, "/release_memory_occupation", json={"mode": "abort"})
+            wait_until(lambda: inside.aborted)
+        assert [each.result().is_success for each in (first, stronger)] == [True, True]
+    assert states(sites) == ["released"] * 3
+
+
 def test_a_refused_call_leaves_no_error_unread(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
     with served([site.member for site in sites.values()]) as http:
         body = {"selector": {"names": ["nobody"]}}

@@ -20,7 +20,7 @@ import httpx
 import pytest
 import uvicorn
 
-from memsaver_server.fleet import Member
+from memsaver_server.fleet import Member, StaticMembership
 from memsaver_server.fleet.turns import proxy, upstream
 from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
 from memsaver_server.fleet.turns.slot import Slot, victims
@@ -357,6 +357,23 @@ def test_what_a_caller_released_stays_so_until_it_is_resumed(engines: tuple[Engi
         http.post("/release_memory_occupation", json=until_asked).raise_for_status()
         assert beta.state() == "released"
         assert tokens(http, "beta")
+
+
+def test_members_that_cannot_be_read_are_logged_in_a_sentence(
+    engines: tuple[Engine, Engine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was a traceback for each request, as of an error in the program."""
+    path, line = tmp_path / "members.yaml", "- {{name: {0.name}, url: '{0.url}', model: {0.name}}}\n"
+    path.write_text("".join(line.format(engine.member) for engine in engines))
+    with served(StaticMembership(path), {"*": ModelOptions(awake_s=0.0)}) as http:
+        assert tokens(http, "beta")
+        path.write_text("no list")
+        refused = http.post("/v1/completions", json=asked("alpha"))
+        assert refused.status_code == 503
+        assert "memory could not be moved: " in refused.json()["message"]
+        logged = lambda: [each for each in caplog.records if each.message.startswith("turns: ")]  # noqa: E731
+        wait_until(logged)  # written by a thread
+    assert [(each.exc_info, f"{path} is no list of members" in each.message) for each in logged()] == [(None, True)]
 
 
 def exclude(http: httpx.Client, model: str) -> None:

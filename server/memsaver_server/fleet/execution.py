@@ -103,8 +103,10 @@ class Execution:
         """Abort what the engines have prepared of an operation that never got further."""
         await self._look()
         for part in self._parts:
+            # Of one that is idle nothing is asked now. One that still drains for it is found by the key.
+            part.asked = part.after is not None and part.after.operation_id is not None
             if part.after is not None and part.after.prepared is not None:
-                part.asked, part.operation_id = True, part.after.prepared.operation_id
+                part.operation_id = part.after.prepared.operation_id
         await self._abort()
         await self._end()
 
@@ -302,7 +304,8 @@ class Execution:
         engines = {part.member.name: part.as_prepared() for part in self._parts}
         digest = self._operation.digest
         assert self._wish is not None  # it is of mode ``all``
-        running = Running(stage=stage, wanted=self._wish, key=self._key, digest=digest, engines=engines)
+        sent = self._request.sent()
+        running = Running(stage=stage, wanted=self._wish, sent=sent, key=self._key, digest=digest, engines=engines)
         await self._keeper.running(self._id, running)
         self._noted = self._key
 

@@ -130,7 +130,8 @@ class AsyncFleet:
         A caller that is cancelled cancels nothing: the operation continues. ``cancel`` does.
 
         Args:
-            operation_id: the id of this operation; a repeat with the same id carries out only what has failed.
+            operation_id: the id of this operation; a repeat with the same id carries out only what has failed, and does
+                nothing if a later operation was about one of its engines.
             options: the other fields of ``memsaver_core.contract.requests.FleetRelease``; by default ``timeout_s`` is
                 60. With ``fleet_mode`` ``all`` (the default) all engines prepare, then commit; if one fails, all are as
                 before, or the result says which is not. With ``best_effort`` each acts by itself. ``mode`` may be
@@ -212,7 +213,7 @@ class AsyncFleet:
                 self._left = left
         for operation_id, running in self._left.items():
             if operation_id not in self._recoveries:  # else it goes on
-                asked = running.wanted.asked().resolved(DEFAULT_TIMEOUT_S)
+                asked = running.wanted.asked(running.sent).resolved(DEFAULT_TIMEOUT_S)
                 operation = FleetOperation.left(operation_id, running, asked)
                 self._recoveries[operation_id] = operation
                 work = self._concluded(operation, self._carry_on(operation, running))
@@ -369,7 +370,7 @@ class AsyncFleet:
         known = record.known(operation.id)
         members = [part.member for part in parts]
         ended = known is not None and known.outcome in ("succeeded", "cancelled")
-        if known is not None and (ended or record.is_overtaken(operation.id, members)):
+        if known is not None and (ended or record.is_overtaken(operation.id, request.tags, members)):
             return self._repeated(operation, known)
         execution = self._execution(operation)
         if request.fleet_mode == "best_effort" and not operation.given_up.is_set():
@@ -395,8 +396,11 @@ class AsyncFleet:
         if known.resized is not None:  # whether its engines live or not: they do not know what it was
             operation.parts = [Part(part.member, part.connection, after=part.before) for part in operation.parts]
         for part in operation.parts:
-            if known.resized is None:
+            if known.resized is None and known.outcome == "succeeded":
                 part.check(part.before, operation.asked, "asking")
+            elif known.resized is None:
+                what = f"a later call was about these engines, or some of them; use a new id to {known.verb} them"
+                part.check(part.before, operation.asked, "asking", what)
             elif known.outcome != "succeeded":
                 what = "a later call was about the size of its KV cache; use a new id to set it again"
                 part.fail("asking", EngineFailure("changed", what))

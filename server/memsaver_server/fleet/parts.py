@@ -15,6 +15,8 @@ from memsaver_server.fleet.members import Member
 from memsaver_server.fleet.record import Prepared, RecordContent
 from memsaver_server.fleet.results import EngineResult, EngineStatus, state_of
 
+_UNDONE = "the operation had ended, and was undone since"
+
 
 @dataclass
 class Part:
@@ -83,12 +85,12 @@ class Part:
             await self.look()
         self.ended()
 
-    def check(self, now: OccupationAnswer | None, asked: AskedOfFleet, phase: str) -> None:
-        """Fail in this phase if what it holds ``now`` is not as ``asked`` any more, as far as that says."""
+    def check(self, now: OccupationAnswer | None, asked: AskedOfFleet, phase: str, why: str = _UNDONE) -> None:
+        """Fail in this phase for this reason if what it holds ``now`` is not as ``asked``, as far as that says."""
         state = STATES.get(asked.operation)
         if now is not None and (now.state == "failed" or (state and unlike(now, state, asked.tags))):
             self.after = now
-            self.fail(phase, EngineFailure("changed", "the operation had ended, and was undone since"))
+            self.fail(phase, EngineFailure("changed", why))
 
     def ended(self) -> None:
         self.seconds = clock.monotonic() - self._began

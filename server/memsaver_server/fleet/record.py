@@ -39,7 +39,7 @@ class Wanted(Model):
         operation_id: the fleet's operation that wished it.
         client: who asked for that.
         until_asked: released only until the next request for its model.
-        at: seconds since the epoch.
+        at: when the record took it up, seconds since the epoch.
     """
 
     selector: Selector
@@ -62,14 +62,15 @@ class Wanted(Model):
             operation_id=operation_id,
             client=client,
             until_asked=until_asked,
-            at=time.time(),
         )
 
-    def asked(self) -> FleetRelease | FleetResume:
-        """Return the request that another coordinator has noted as this wish."""
+    def asked(self, sent: Mapping[str, Any] | None = None) -> FleetRelease | FleetResume:
+        """Return the request that another coordinator has noted as this wish; ``sent`` has the options that it sent, if
+        not those of the wish alone."""
         model = ASKED_OF_FLEET[VERBS[self.state]]
-        known = {name: value for name, value in self.options.items() if name in model.model_fields}
-        return model(selector=self.selector, tags=self.tags or (), **known)
+        given = {**(self.options if sent is None else sent), "tags": self.tags or ()}
+        known = {name: value for name, value in given.items() if name in model.model_fields}
+        return model(selector=self.selector, **known)
 
 
 class Demand(Model):
@@ -104,10 +105,11 @@ class Prepared(Model):
 
 class Running(Model):
     """How far an operation in mode ``all`` is. Once it is ``committing``, every engine is prepared. Any coordinator can
-    commit or abort it by ``key``, the Idempotency-Key under which the engines prepare it."""
+    commit or abort it by ``key``, the Idempotency-Key under which the engines prepare what they were ``sent``."""
 
     stage: Literal["preparing", "committing", "rolling_back"]
     wanted: Wanted
+    sent: Mapping[str, Any] | None = None  # None: by an earlier version, which noted no more than the wish
     key: str = ""
     digest: str = ""  # of the request
     engines: dict[str, Prepared]
@@ -132,16 +134,16 @@ class RecordContent(Model):
         known = self.ids.get(operation_id)
         return known if known is not None and known.at > time.time() - KEPT_S else None
 
-    def is_overtaken(self, operation_id: str, members: Iterable[Described]) -> bool:
-        """Return whether another operation since is about one of these members: after a resize another resize, after
-        one that has begun and not ended any wish."""
+    def is_overtaken(self, operation_id: str, tags: Sequence[str], members: Iterable[Described]) -> bool:
+        """Return whether another operation, since this one ended or was left, is about one of these members: after a
+        resize another resize, else one that leaves a wish about one of ``tags``; none means all."""
         known = self.ids[operation_id]
-        order = [(wish.operation_id, wish.selector) for wish in self.wanted if known.outcome == "begun"]
         if known.resized is not None:
-            order = [(key, each.resized) for key, each in self.ids.items() if each.resized is not None]
-        ids = [key for key, _ in order]
-        later = order[ids.index(operation_id) + 1 :] if operation_id in ids else order
-        return any(selector.matches(member) for member in members for _, selector in later)
+            later = [each.resized for each in self.ids.values() if each.resized is not None and each.at > known.at]
+        else:
+            wishes = [wish for wish in self.wanted if wish.at > known.at]
+            later = [wish.selector for wish in wishes if not tags or not wish.tags or set(tags) & set(wish.tags)]
+        return any(selector.matches(member) for member in members for selector in later)
 
     def first(self, operation_id: str, digest: str) -> str:
         """Describe the other request that an id stands for; empty if it stands for that of ``digest``, or for none."""
@@ -165,7 +167,8 @@ class RecordContent(Model):
             ids = dict([*kept, (operation_id, known)][-MAX_KEPT:])
         for new in (*([] if wish is None else [wish]), *rest):
             options = {name: value for name, value in new.options.items() if name != "weights_version"}
-            wanted = (*(old for old in wanted if not _covers(new, old)), new.model_copy(update={"options": options}))
+            noted = new.model_copy(update={"options": options, "at": known.at})
+            wanted = (*(old for old in wanted if not _covers(new, old)), noted)
         demands = self.demands if wish is None else _demands_after(wish, self.demands)
         return self.model_copy(update={"running": running, "ids": ids, "wanted": wanted, "demands": demands})
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
-from memsaver_core.contract.errors import NotFoundError
+from memsaver_core.contract.errors import FleetUnknownError, NotFoundError
 from memsaver_core.contract.requests import Verb
 from memsaver_server import clock
 from memsaver_server.fleet.results import FleetError, FleetResult, FleetStatus
@@ -307,8 +307,9 @@ class Turns:
             logger.warning("%s", error)
             for each in slots:
                 each.not_before = clock.monotonic() + RETRY_S
-        except Exception as error:  # of the membership or the record
-            logger.exception("turns: memory could not be moved")
+        except Exception as error:
+            bug = None if isinstance(error, FleetUnknownError) else error
+            logger.error("turns: memory could not be moved: %s", error, exc_info=bug)
             self._fail(slot, NoTurnError(f"memory could not be moved: {error}"))
         finally:
             await self._mover.look([each.name for each in slots])
