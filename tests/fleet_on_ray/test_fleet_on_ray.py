@@ -93,7 +93,7 @@ def test_a_name_belongs_to_one_living_actor(site: Site) -> None:
 
 
 def test_only_actors_register(site: Site) -> None:
-    with pytest.raises(FleetError, match="inside of that actor"):
+    with pytest.raises(FleetError, match="inside of the actor"):
         register("http://127.0.0.1:1", fleet=site.name)
 
 
