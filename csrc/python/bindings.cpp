@@ -148,6 +148,24 @@ py::dict release(Saver& saver, const std::vector<std::string>& tags, const Range
   return dict_of([&] { return saver.release(tags, ranges, policies); });
 }
 
+// Of a SavedBlock: offset, bytes, extents, and the digest.
+using SavedTuple = std::tuple<std::size_t, std::size_t, Ranges, Words>;
+
+// Returns (address, bytes, blocks) of each allocation.
+std::vector<std::tuple<Address, std::size_t, std::vector<SavedTuple>>> saved(const Saver& saver,
+                                                                             const std::string& tag) {
+  std::vector<std::tuple<Address, std::size_t, std::vector<SavedTuple>>> all;
+  for (const auto& allocation : saver.saved(tag)) {
+    auto& blocks = std::get<2>(all.emplace_back(allocation.address, allocation.bytes, std::vector<SavedTuple>()));
+    for (const auto& [offset, bytes, extents, digest] : allocation.blocks) {
+      auto& pairs =
+          std::get<2>(blocks.emplace_back(offset, bytes, Ranges(), Words{digest.lane0, digest.lane1, digest.any}));
+      for (const auto& extent : extents) pairs.emplace_back(extent.offset, extent.bytes);
+    }
+  }
+  return all;
+}
+
 void bind_operations(SaverClass& saver) {
   saver
       .def(
@@ -161,8 +179,18 @@ void bind_operations(SaverClass& saver) {
       .def("release", &release, "tags"_a, "dead"_a, "overrides"_a)
       .def(
           "resume",
-          [](Saver& self, const std::vector<std::string>& tags) { return dict_of([&] { return self.resume(tags); }); },
-          "tags"_a)
+          [](Saver& self, const std::vector<std::string>& tags, bool verify_all) {
+            return dict_of([&] { return self.resume(tags, verify_all); });
+          },
+          "tags"_a, "verify_all"_a = false)
+      .def(
+          "save",
+          [](Saver& self, const std::vector<std::string>& tags, const Ranges& dead) {
+            return dict_of([&] { return self.save(tags, to_ranges(dead)); });
+          },
+          "tags"_a, "dead"_a)
+      .def("saved", &saved, "tag"_a)
+      .def_property_readonly("shared_store", &Saver::shared_store, py::return_value_policy::reference_internal)
       .def(
           "resize",
           [](Saver& self, const std::string& tag, const Ranges& unused, double kept) {
@@ -227,15 +255,26 @@ void activate(const std::shared_ptr<Saver>& saver) {
   set_active_saver(saver.get());
 }
 
-// An allocation on the host driver as a Python buffer, freed with the last reference to it.
+// An allocation, on the host driver also as a Python buffer, freed with the last reference to it. With blocks it is
+// one that Saver::adopt() makes.
 class HostBuffer {
  public:
   HostBuffer(std::shared_ptr<Saver> saver, int device, const std::string& tag, const std::string& restore,
-             std::size_t bytes, std::size_t chunk_bytes)
+             std::size_t bytes, std::size_t chunk_bytes, const std::vector<SavedTuple>& blocks)
       : saver_(std::move(saver)), bytes_(bytes) {
-    const Restore policy = parse_restore(restore);
+    const Arena::Key key{device, tag, parse_restore(restore), chunk_bytes};
     const py::gil_scoped_release no_gil;
-    address_ = saver_->allocate({device, tag, policy, chunk_bytes}, bytes);
+    if (blocks.empty()) {
+      address_ = saver_->allocate(key, bytes);
+      return;
+    }
+    SavedAllocation saved{0, bytes, {}};
+    for (const auto& [offset, size, extents, digest] : blocks) {
+      auto& block = saved.blocks.emplace_back(SavedBlock{offset, size, {}, {}});
+      std::tie(block.digest.lane0, block.digest.lane1, block.digest.any) = digest;
+      for (const auto& [begin, length] : extents) block.extents.push_back({begin, length});
+    }
+    address_ = saver_->adopt(key, saved);
   }
   HostBuffer(const HostBuffer&) = delete;
   ~HostBuffer() {
@@ -261,10 +300,73 @@ class HostBuffer {
 
 void bind_host_buffer(py::module_& module) {
   py::class_<HostBuffer>(module, "HostBuffer", py::buffer_protocol())
-      .def(py::init<std::shared_ptr<Saver>, int, const std::string&, const std::string&, std::size_t, std::size_t>(),
-           "saver"_a, "device"_a, "tag"_a, "restore"_a, "bytes"_a, "chunk_bytes"_a)
+      .def(py::init<std::shared_ptr<Saver>, int, const std::string&, const std::string&, std::size_t, std::size_t,
+                    const std::vector<SavedTuple>&>(),
+           "saver"_a, "device"_a, "tag"_a, "restore"_a, "bytes"_a, "chunk_bytes"_a = 0,
+           "blocks"_a = std::vector<SavedTuple>())
       .def_property_readonly("address", &HostBuffer::address)
       .def_buffer(&HostBuffer::view);
+}
+
+// A membership in a store by itself, for processes without a saver.
+class OwnStore {
+ public:
+  explicit OwnStore(const std::string& name) : store(*driver_, name, 0) {}
+
+ private:
+  const std::unique_ptr<Driver> driver_ = open_host_driver({}, page_bytes());
+
+ public:
+  SharedStore store;
+};
+
+py::list texts(SharedStore& store) {
+  std::vector<SharedStore::Text> found;
+  {
+    const py::gil_scoped_release no_gil;
+    found = store.texts();
+  }
+  py::list list;
+  for (const auto& text : found) {
+    list.append(py::dict("name"_a = text.name, "pinned"_a = text.mark == SharedLayout::Entry::pinned,
+                         "unused_ms"_a = text.unused_ms, "holders"_a = text.holders, "text"_a = py::bytes(text.text),
+                         "bytes"_a = text.bytes, "complete"_a = text.complete));
+  }
+  return list;
+}
+
+void bind_shared_store(py::module_& module) {
+  py::class_<SharedStore>(module, "SharedStore")
+      .def(
+          "find_text",
+          [](SharedStore& self, std::uint64_t lane0, std::uint64_t lane1) {
+            const auto answer = self.find_or_claim({lane0, lane1, 1}, 0);
+            const char* const names[] = {"kept", "claimed", "awaited", "no_room"};
+            return std::make_pair(names[static_cast<int>(answer.found)], answer.entry);
+          },
+          "lane0"_a, "lane1"_a, NoGil())
+      .def("publish_text", &SharedStore::publish_text, "entry"_a, "text"_a, NoGil())
+      .def(
+          "give",
+          [](SharedStore& self, std::uint32_t entry) {
+            self.give(entry);
+            self.apply_pending();
+          },
+          "entry"_a, NoGil())
+      .def(
+          "wait_for_change", [](SharedStore& self) { self.wait_for_change(self.changes()); }, NoGil())
+      .def("texts", &texts)
+      .def(
+          "mark_text",
+          [](SharedStore& self, const std::string& name, const std::string& mark) {
+            return self.mark_text(name, parse<SharedLayout::Entry::Mark>(mark, "mark", {"none", "pinned", "dropped"}));
+          },
+          "name"_a, "mark"_a, NoGil())
+      .def("status", [](SharedStore& self) { return dict_of([&] { return self.status(); }); });
+  py::class_<OwnStore>(module, "OwnStore")
+      .def(py::init<const std::string&>(), "name"_a, NoGil())
+      .def_property_readonly(
+          "store", [](OwnStore& self) { return &self.store; }, py::return_value_policy::reference_internal);
 }
 
 void bind_shared_buffers(py::module_& module) {
@@ -348,6 +450,7 @@ void bind_all(py::module_& module, const DriverAdaptor& adapt) {
   bind_driver(saver);
   bind_host_buffer(module);
   bind_shared_buffers(module);
+  bind_shared_store(module);
   bind_hooks(module);
   bind_machine(module);
 }

@@ -48,6 +48,20 @@ struct BackupView {
   const void* memory = nullptr;  // its address, if it is contiguous in host memory
 };
 
+struct SavedBlock {
+  std::size_t offset = 0;  // in its allocation
+  std::size_t bytes = 0;
+  std::vector<Extent> extents;  // of content
+  Digest digest;
+};
+
+// What of an allocation is in the shared store.
+struct SavedAllocation {
+  Address address = 0;
+  std::size_t bytes = 0;
+  std::vector<SavedBlock> blocks;
+};
+
 struct TagOutcome {
   std::string tag;
   std::string restore;  // the policy that it was released under, else its own; "mixed" if there are several

@@ -4,6 +4,12 @@
 
 namespace memsaver {
 
+namespace {
+
+constexpr char kNotSaved[] = "what is to be brought in is no allocation of this device";
+
+}  // namespace
+
 Saver::Saver(std::unique_ptr<Driver> driver, Settings settings)
     : driver_(std::move(driver)),
       physical_(*driver_, map_, settings.peer_access),
@@ -81,6 +87,90 @@ std::vector<Chunk> Saver::acquire(Arena& arena, const std::vector<RangeSet::Rang
     throw;
   }
   return chunks;
+}
+
+std::vector<SavedAllocation> Saver::saved(const std::string& tag) const {
+  check_process();
+  const auto is_saved = [](const Block& block) {
+    return block.digest && (block.kept == Kept::zero || (block.kept == Kept::host && block.shared));
+  };
+  std::vector<SavedAllocation> all;
+  const Lock lock(map_.mutex);
+  for (const Arena* const arena : map_.select({tag})) {
+    for (const auto& [address, allocation] : arena->allocations()) {
+      const auto& blocks = allocation.blocks;
+      if (blocks.empty() || arena->busy() || !std::all_of(blocks.begin(), blocks.end(), is_saved)) continue;
+      SavedAllocation& saved = all.emplace_back(SavedAllocation{address, allocation.bytes, {}});
+      for (const auto& block : blocks) {
+        saved.blocks.push_back({block.offset, block.bytes, block.extents, *block.digest});
+      }
+    }
+  }
+  return all;
+}
+
+Address Saver::adopt(const Arena::Key& key, const SavedAllocation& saved) {
+  check_usable();
+  if (backups_.shared() == nullptr) throw Error(ErrorKind::configuration, "this process shares no backups");
+  add_device(key.device);
+  driver_->prepare_digest(key.device);
+  std::vector<Block> blocks;
+  Cleanup undo([&] {
+    for (auto& block : blocks) backups_.give_back(block, key.device);
+    backups_.flush();
+  });
+  std::size_t end = 0;
+  for (const auto& block : saved.blocks) {
+    blocks.push_back(adopted(block, end));
+    end += block.bytes;
+  }
+  Lock lock(map_.mutex);
+  const DeviceInfo& info = map_.info_of(key.device);
+  if (end != saved.bytes || end == 0 || end % info.granularity != 0) throw Error(ErrorKind::backup, kNotSaved);
+  Arena& arena = map_.arena_for(key);
+  std::optional<Arena::Place> place;
+  while (!(place = arena.take(end, true))) {
+    lock.unlock();
+    physical_.add_addresses(arena, end, info);
+    lock.lock();
+  }
+  arena.add_allocation(place->address, end);
+  arena.allocations().at(place->address).blocks = std::move(blocks);
+  undo.dismiss();
+  return place->address;
+}
+
+Block Saver::adopted(const SavedBlock& saved, std::size_t offset) {
+  const std::size_t end = offset + saved.bytes;
+  bool sound = saved.offset == offset && saved.bytes <= kBlockBytes;
+  std::size_t at = offset;
+  for (const auto& extent : saved.extents) {
+    sound = sound && extent.offset % kDigestWord == 0 && extent.bytes % kDigestWord == 0 && extent.offset >= at &&
+            extent.offset <= end && extent.bytes <= end - extent.offset;
+    at = extent.offset + extent.bytes;
+  }
+  if (!sound) throw Error(ErrorKind::backup, kNotSaved);
+  Block block;
+  block.offset = offset;
+  block.bytes = saved.bytes;
+  block.extents = saved.extents;
+  block.adopted = true;
+  block.digest = saved.digest;
+  block.kept = saved.digest.any == 0 ? Kept::zero : Kept::host;
+  if (block.kept == Kept::zero) return block;
+  SharedStore& store = *backups_.shared();
+  const SharedStore::Answer found = store.find_or_claim(saved.digest, block.content_bytes());
+  Cleanup undo([&] {
+    if (found.found == SharedStore::Found::kept || found.found == SharedStore::Found::claimed) store.give(found.entry);
+  });
+  if (found.found != SharedStore::Found::kept || (found.packed_bytes != 0 && block.extents.size() != 1)) {
+    throw Error(ErrorKind::backup, "the shared store lacks a block").with_bytes(block.bytes);
+  }
+  block.host = store.memory_of(found);
+  block.shared = found.entry;
+  block.packed_bytes = found.packed_bytes;
+  undo.dismiss();
+  return block;
 }
 
 void Saver::free(Address address) {

@@ -1,0 +1,114 @@
+"""What a shared store has of weights: a manifest for each, which is a text of the store (csrc/backup/shared_store.hpp).
+
+A manifest is found by its name, a digest of what the weights are. It says in which blocks of the store each allocation
+lies, and in which allocation each storage. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from memsaver_core import _native
+
+_FORMAT = b"memsaver-weights-1"
+
+
+@dataclass(frozen=True)
+class WeightsKey:
+    """What weights are: engines with equal keys would load the same content into tensors of the same layout."""
+
+    model: str
+    #: Of the checkpoint's files; see ``revision_of``.
+    revision: str
+    dtype: str = ""
+    quantization: str = ""
+    rank: int = 0
+    ranks: int = 1
+    #: The program that gives the tensors their meaning, with its version.
+    program: str = ""
+
+    def name(self, layout: Any) -> str:
+        """Return the name of a manifest of tensors of this layout, 32 hexadecimal digits."""
+        return hashlib.sha256(json.dumps([asdict(self), layout]).encode()).hexdigest()[:32]
+
+
+def revision_of(path: str | Path) -> str:
+    """Return a digest of the names, sizes and times of the files in a checkpoint's folder (or of one file), which
+    changes with any of them; raise OSError if there is none."""
+    root = Path(path)
+    files = sorted(root.iterdir()) if root.is_dir() else [root]
+    facts = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.is_file()]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+class Allocation(NamedTuple):
+    """Memory in which storages lie, as the blocks that the store keeps of it."""
+
+    nbytes: int
+    blocks: Sequence[_native.SavedBlock]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    key: WeightsKey
+    #: Of each storage, in the order of the layout: the allocation, and offset and bytes in it.
+    storages: Sequence[tuple[int, int, int]]
+    allocations: Sequence[Allocation]
+    made_at: float = 0.0
+
+    def to_text(self) -> bytes:
+        lines, allocations = [], []
+        for nbytes, blocks in self.allocations:
+            allocations.append([nbytes, [block[:3] for block in blocks]])
+            for _, _, extents, (lane0, lane1, any_bit) in blocks:
+                content = sum(length for _, length in extents) if any_bit else 0  # the store keeps no zeros
+                lines.append(f"{lane0:x} {lane1:x} {content:x}\n")
+        about = {"key": asdict(self.key), "storages": self.storages, "allocations": allocations, "made_at": time.time()}
+        rest = "".join(lines).encode() + json.dumps(about).encode()
+        return b"%s %s %x\n" % (_FORMAT, hashlib.sha256(rest).hexdigest().encode(), len(lines)) + rest
+
+    @classmethod
+    def of_text(cls, text: bytes) -> Manifest:
+        """Return what ``to_text`` wrote; raise ValueError if it is something else."""
+        head, _, rest = text.partition(b"\n")
+        words = head.split()
+        if words[:2] != [_FORMAT, hashlib.sha256(rest).hexdigest().encode()]:
+            raise ValueError("its manifest is damaged, or of another version of memsaver")
+        *lines, last = rest.decode().split("\n")
+        about = json.loads(last)
+        digests = iter([[int(word, 16) for word in line.split()] for line in lines])
+        allocations = [
+            Allocation(nbytes, [(*block, tuple(next(digests))) for block in blocks])
+            for nbytes, blocks in about["allocations"]
+        ]
+        return cls(WeightsKey(**about["key"]), about["storages"], allocations, about["made_at"])
+
+
+class Kept(NamedTuple):
+    """Weights that a store has: the native description of the text, and its manifest; None if that cannot be read."""
+
+    about: dict[str, Any]
+    manifest: Manifest | None
+
+
+def kept_in(store: _native.SharedStore) -> list[Kept]:
+    """Return the weights that can be found now, those used last first."""
+
+    def manifest(text: bytes) -> Manifest | None:
+        try:
+            return Manifest.of_text(text)
+        except ValueError:
+            return None
+
+    return [Kept(each, manifest(each["text"])) for each in sorted(store.texts(), key=lambda each: each["unused_ms"])]
+
+
+def open_store(name: str) -> _native.OwnStore:
+    """Join the store of this name, to look at it; raise ConfigurationError if no process of this user has it."""
+    return _native.OwnStore(name)
