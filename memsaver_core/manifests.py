@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from memsaver_core import _native
+from memsaver_core._native import SharedStore as SharedStore
 
 _FORMAT = b"memsaver-weights-1"
 
@@ -90,25 +92,58 @@ class Manifest:
         return cls(WeightsKey(**about["key"]), about["storages"], allocations, about["made_at"])
 
 
-class Kept(NamedTuple):
-    """Weights that a store has: the native description of the text, and its manifest; None if that cannot be read."""
+@dataclass(frozen=True)
+class Kept:
+    """Weights that a store has."""
 
-    about: dict[str, Any]
+    name: str
+    #: None if it cannot be read.
     manifest: Manifest | None
+    #: What is stored of them.
+    bytes: int
+    #: Since a process last found or used them.
+    unused_s: float
+    pinned: bool
+    #: Whether all content is there.
+    complete: bool
+    #: The processes that hold them, and whether each is a keeper.
+    holders: Sequence[tuple[int, bool]]
+
+    def description(self) -> dict[str, Any]:
+        """Return this for people and programs to read."""
+        key = self.manifest.key if self.manifest else WeightsKey("?", "?")
+        return asdict(key) | {
+            "id": self.name,
+            "bytes": self.bytes,
+            "age_s": round(time.time() - self.manifest.made_at, 3) if self.manifest else 0.0,
+            "unused_s": self.unused_s,
+            "pinned": self.pinned,
+            "complete": self.complete,
+            "held_by": [{"process": process, "keeper": keeper} for process, keeper in self.holders],
+        }
 
 
-def kept_in(store: _native.SharedStore) -> list[Kept]:
-    """Return the weights that can be found now, those used last first."""
-
-    def manifest(text: bytes) -> Manifest | None:
+def kept_in(store: SharedStore) -> list[Kept]:
+    """Return the weights that can be found in a store now, those used last first."""
+    found = []
+    for text in store.texts():
         try:
-            return Manifest.of_text(text)
+            manifest = Manifest.of_text(text.pop("text"))
         except ValueError:
-            return None
+            manifest = None
+        found.append(Kept(manifest=manifest, unused_s=text.pop("unused_ms") / 1000, **text))
+    return sorted(found, key=lambda each: each.unused_s)
 
-    return [Kept(each, manifest(each["text"])) for each in sorted(store.texts(), key=lambda each: each["unused_ms"])]
 
-
-def open_store(name: str) -> _native.OwnStore:
+@contextmanager
+def opened(name: str) -> Iterator[SharedStore]:
     """Join the store of this name, to look at it; raise ConfigurationError if no process of this user has it."""
-    return _native.OwnStore(name)
+    yield _native.OwnStore(name).store
+
+
+def keeper_command(name: str, limit_bytes: int, store_limit_bytes: int = 0) -> list[str]:
+    """Return the command of a process that keeps weights of a store, at most so many bytes. If it is the first process
+    of the store, ``store_limit_bytes`` is the limit of that: by default 80 % of the memory that is available now."""
+    program = Path(_native.__file__).with_name("memsaver-keeper")
+    store_limit_bytes = store_limit_bytes or _native.available_memory_bytes() // 5 * 4
+    return [str(program), name, str(limit_bytes), str(store_limit_bytes)]

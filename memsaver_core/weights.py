@@ -99,19 +99,17 @@ class _Loading:
     def _why_missing(self) -> str:
         """Return why there is no manifest: what the store has of this model differs, or it has nothing of it."""
         mine = asdict(self._key)
-        for _, manifest in kept_in(self._store):
-            if manifest is not None and manifest.key.model == self._key.model:
-                theirs = asdict(manifest.key)
-                differing = [
-                    f"{name} {theirs[name]!r}, not {mine[name]!r}" for name in mine if theirs[name] != mine[name]
-                ]
+        for each in kept_in(self._store):
+            if each.manifest is not None and each.manifest.key.model == self._key.model:
+                pairs = [(name, value, mine[name]) for name, value in asdict(each.manifest.key).items()]
+                differing = [f"{name} {theirs!r}, not {ours!r}" for name, theirs, ours in pairs if theirs != ours]
                 return f"the store has them with {', '.join(differing) or 'another layout of tensors'}"
         return "the store has none of this model"
 
     def _fill(self) -> None:
         """Put the tensors on memory with the content that the store has; raise MemsaverError or ValueError. Tensors
         that have moved by then have their content."""
-        manifest = next((each.manifest for each in kept_in(self._store) if each.about["name"] == self._name), None)
+        manifest = next((each.manifest for each in kept_in(self._store) if each.name == self._name), None)
         if manifest is None or len(manifest.storages) != len(self._storages):
             raise ValueError("what the store has of them is damaged, or of another version of memsaver")
         first = next(iter(self._tensors().values()))
