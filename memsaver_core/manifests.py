@@ -19,6 +19,8 @@ from memsaver_core import _native
 from memsaver_core._native import SharedStore as SharedStore
 
 _FORMAT = b"memsaver-weights-1"
+#: Suffixes of the files in a checkpoint's folder that decide what its weights are; tokenizers may come later.
+_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,11 @@ class WeightsKey:
 
 
 def revision_of(path: str | Path) -> str:
-    """Return a digest of the names, sizes and times of the files in a checkpoint's folder (or of one file), which
-    changes with any of them; raise OSError if there is none."""
+    """Return a digest of the names, sizes and times of the configuration and the weights in a checkpoint's folder (or
+    of one file), which changes with any of them; raise OSError if there is none."""
     root = Path(path)
-    files = sorted(root.iterdir()) if root.is_dir() else [root]
-    facts = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.is_file()]
+    files = [each for each in sorted(root.iterdir()) if each.suffix in _WEIGHTS] if root.is_dir() else [root]
+    facts = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
