@@ -43,14 +43,12 @@ def register(module: ModuleType) -> None:
             at addresses that graphs have captured."""
             load = partial(super().load_weights, model, model_config)
             vllm_config, self._starting = self._starting, None
-            if vllm_config is None or not worker_config.enabled:
-                if vllm_config is not None:
-                    logger.warning("the load format memsaver needs sleep mode by memsaver; weights are loaded as ever")
-                load()
-                return
-            if not Path(model_config.model).is_dir():
+            if vllm_config is not None and not Path(model_config.model).is_dir():
                 self.download_model(model_config)
-            ms.load_weights(_key(vllm_config, model_config), partial(_tensors, model), load)
+            if vllm_config is None or (key := _key(vllm_config, model_config)) is None:
+                load()
+            else:
+                ms.load_weights(key, partial(_tensors, model), load)
 
     module.register_model_loader(LOAD_FORMAT)(MemsaverModelLoader)
 
@@ -62,16 +60,24 @@ def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict([*model.named_parameters(), *buffers])
 
 
-def _key(vllm_config: Any, model_config: Any) -> ms.WeightsKey:
-    """Return what the weights of this worker are. Replicas of an engine have the same, unless experts are divided among
-    them."""
+def _key(vllm_config: Any, model_config: Any) -> ms.WeightsKey | None:
+    """Return what the weights of this worker are: replicas of an engine have the same, unless experts are divided among
+    them. None, with a warning, if they cannot be shared."""
+    try:
+        revision = ms.revision_of(_folder(model_config))
+    except OSError as error:
+        logger.warning("weights are not shared, because their files are not found: %s", error)
+        return None
+    if not worker_config.enabled:
+        logger.warning("weights are not shared, because vLLM's sleep mode is not memsaver's")
+        return None
     parallel = vllm_config.parallel_config
     divided = parallel.enable_expert_parallel
     sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size * divided)
     version = getattr(sys.modules["vllm"], "__version__", "")
     return ms.WeightsKey(
         model_config.model,
-        ms.revision_of(_folder(model_config)),
+        revision,
         dtype=str(model_config.dtype),
         quantization=str(model_config.quantization or ""),
         rank=parallel.rank + parallel.world_size * parallel.data_parallel_rank * divided,

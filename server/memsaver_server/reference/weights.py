@@ -156,9 +156,8 @@ def load_part(
     """Return one rank's part of a model, on ``device`` and in the region; raise ValueError if it cannot be served.
     ``path`` is a checkpoint folder or, with a ``seed`` of random weights, a configuration. The weights come from the
     shared store if that has them."""
-    config = load_config(path)
-    shared = ms.core_settings().shared_backups and not getattr(config, "quantization_config", None)
-    if seed is None and not shared:
+    config: Any = load_config(path) if seed is not None or ms.core_settings().shared_backups else None
+    if seed is None and (config is None or hasattr(config, "quantization_config")):
         with ms.region("weights"):
             model = load_checkpoint(path, dtype)
             partition = divide(model, rank, ranks)
