@@ -15,7 +15,7 @@ import torch
 from memsaver_core import _native, process
 from memsaver_core.contract.errors import BackupError, MemsaverError
 from memsaver_core.contract.policies import policy_for
-from memsaver_core.manifests import Allocation, Manifest, WeightsKey, kept_in
+from memsaver_core.manifests import Allocation, Manifest, SharedStore, WeightsKey, kept_in
 from memsaver_core.release_resume import with_room
 from memsaver_core.storages import is_plain, rebase
 
@@ -25,8 +25,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 #: How long to wait for another process that loads the same weights, seconds. One that ends is not waited for.
 WAIT_S = 600.0
-#: Memory that is brought in before the storages that it replaces are freed.
-BATCH_BYTES = 2 << 30
+#: Memory that is brought in before the storages that it replaces are freed, at least.
+LEAST_BATCH_BYTES = 1 << 30
 
 
 def load_weights(
@@ -40,10 +40,16 @@ def load_weights(
     graph captures them. All content is compared with its digests. If another process is loading the same weights now,
     this waits for it, and loads itself if that one ends. Errors of the store are no errors of this function.
     """
+    store = process.saver().shared_store if process.enabled() else None
+    if store is None:
+        load()
+        return "this process has no shared store; set MEMSAVER_SHARED_BACKUPS"
+    loading = None
     try:
-        loading = _Loading(key, tensors, tag)
+        loading = _Loading(store, key, tensors, tag)
     except (ValueError, MemsaverError) as error:
         reason = str(error)
+    if loading is None:
         load()
     else:
         reason = loading.run(load)
@@ -57,11 +63,8 @@ def load_weights(
 class _Loading:
     """One call of ``load_weights``."""
 
-    def __init__(self, key: WeightsKey, tensors: Callable[[], Tensors], tag: str) -> None:
+    def __init__(self, store: SharedStore, key: WeightsKey, tensors: Callable[[], Tensors], tag: str) -> None:
         """Raise ValueError if the weights can be neither in the store nor given to it."""
-        store = process.saver().shared_store if process.enabled() else None
-        if store is None:
-            raise ValueError("this process has no shared store; set MEMSAVER_SHARED_BACKUPS")
         self._saver, self._store, self._key, self._tensors, self._tag = process.saver(), store, key, tensors, tag
         self._layout, self._storages = _layout_of(tensors())
         self._name = key.name(self._layout)
@@ -116,8 +119,11 @@ class _Loading:
         backend, device = process.backend(), first.device.index or 0
         sharing = _sharing(self._storages)
         policy = policy_for(self._tag, None).value
+        # What the tensors leave is given back as they move. Packed content is best brought in with all that is not.
+        room = max(LEAST_BATCH_BYTES, self._saver.memory_info(device)[0] // 2)
         with backend.outside_regions():
-            for batch in _batches(manifest.allocations):
+            backend.forget_pools(self._tag)
+            for batch in _batches(manifest.allocations, room):
                 buffers = {
                     index: _native.HostBuffer(self._saver, device, self._tag, policy, nbytes, blocks=blocks)
                     for index, (nbytes, blocks) in batch.items()
@@ -192,7 +198,7 @@ def _layout_of(tensors: Tensors) -> tuple[list[Any], list[torch.UntypedStorage]]
 
 
 def _is_movable(tensor: object) -> bool:
-    """Return whether ``rebase`` can move a tensor; engines have classes of parameters of their own."""
+    """Return whether ``rebase`` can move a tensor; engines have separate classes of parameters."""
     return is_plain(tensor) or (issubclass(type(tensor), torch.nn.Parameter) and is_plain(tensor.data))  # type: ignore[attr-defined]
 
 
@@ -206,12 +212,12 @@ def _sharing(storages: Sequence[torch.UntypedStorage]) -> list[list[torch.Tensor
     return found
 
 
-def _batches(allocations: Sequence[Allocation]) -> Iterator[dict[int, Allocation]]:
-    """Yield the allocations by their numbers, so many at once as are brought in together."""
+def _batches(allocations: Sequence[Allocation], nbytes: int) -> Iterator[dict[int, Allocation]]:
+    """Yield the allocations by their numbers, so many at once as have about ``nbytes``."""
     batch: dict[int, Allocation] = {}
     for number, allocation in enumerate(allocations):
         batch[number] = allocation
-        if sum(each.nbytes for each in batch.values()) >= BATCH_BYTES:
+        if sum(each.nbytes for each in batch.values()) >= nbytes:
             yield batch
             batch = {}
     if batch:

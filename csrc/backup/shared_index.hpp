@@ -11,8 +11,6 @@
 #include <iterator>
 #include <optional>
 #include <set>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "support/digest.hpp"

@@ -2,8 +2,6 @@
 // how many bytes to keep, and the limit of the store if this process founds it. SIGTERM and SIGINT end it with code 0.
 
 #include <csignal>
-#include <cstdio>
-#include <cstdlib>
 
 #include "backup/shared_store.hpp"
 

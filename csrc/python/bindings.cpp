@@ -359,7 +359,8 @@ void bind_shared_store(py::module_& module) {
       .def(
           "mark_text",
           [](SharedStore& self, const std::string& name, const std::string& mark) {
-            return self.mark_text(name, parse<SharedLayout::Entry::Mark>(mark, "mark", {"unmarked", "pinned", "dropped"}));
+            return self.mark_text(name,
+                                  parse<SharedLayout::Entry::Mark>(mark, "mark", {"unmarked", "pinned", "dropped"}));
           },
           "name"_a, "mark"_a, NoGil())
       .def("status", [](SharedStore& self) { return dict_of([&] { return self.status(); }); });

@@ -89,6 +89,9 @@ class CudaBackend(Backend):
             keys = [key for key in self._pools if tag in (None, key[1]) and restore in (None, key[2])]
             for key in keys:
                 del self._pools[key]
+        for region in self._stack.entered:
+            if isinstance(region, CudaRegion):
+                region.forget_pool()
         return bool(keys)
 
     def dead_ranges(self, saver: _native.Saver) -> list[tuple[int, int]]:
