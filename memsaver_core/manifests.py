@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,12 +134,6 @@ def kept_in(store: SharedStore) -> list[Kept]:
             manifest = None
         found.append(Kept(manifest=manifest, unused_s=text.pop("unused_ms") / 1000, **text))
     return sorted(found, key=lambda each: each.unused_s)
-
-
-@contextmanager
-def opened(name: str) -> Iterator[SharedStore]:
-    """Join the store of this name, to look at it; raise ConfigurationError if no process of this user has it."""
-    yield _native.OwnStore(name).store
 
 
 def keeper_command(name: str, limit_bytes: int, store_limit_bytes: int = 0) -> list[str]:

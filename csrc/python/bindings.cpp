@@ -148,24 +148,6 @@ py::dict release(Saver& saver, const std::vector<std::string>& tags, const Range
   return dict_of([&] { return saver.release(tags, ranges, policies); });
 }
 
-// Of a SavedBlock: offset, bytes, extents, and the digest.
-using SavedTuple = std::tuple<std::size_t, std::size_t, Ranges, Words>;
-
-// Returns (address, bytes, blocks) of each allocation.
-std::vector<std::tuple<Address, std::size_t, std::vector<SavedTuple>>> saved(const Saver& saver,
-                                                                             const std::string& tag) {
-  std::vector<std::tuple<Address, std::size_t, std::vector<SavedTuple>>> all;
-  for (const auto& allocation : saver.saved(tag)) {
-    auto& blocks = std::get<2>(all.emplace_back(allocation.address, allocation.bytes, std::vector<SavedTuple>()));
-    for (const auto& [offset, bytes, extents, digest] : allocation.blocks) {
-      auto& pairs =
-          std::get<2>(blocks.emplace_back(offset, bytes, Ranges(), Words{digest.lane0, digest.lane1, digest.any}));
-      for (const auto& extent : extents) pairs.emplace_back(extent.offset, extent.bytes);
-    }
-  }
-  return all;
-}
-
 void bind_operations(SaverClass& saver) {
   saver
       .def(
@@ -189,7 +171,7 @@ void bind_operations(SaverClass& saver) {
             return dict_of([&] { return self.save(tags, to_ranges(dead)); });
           },
           "tags"_a, "dead"_a)
-      .def("saved", &saved, "tag"_a)
+      .def("saved", &Saver::saved, "tag"_a, NoGil())
       .def_property_readonly("shared_store", &Saver::shared_store, py::return_value_policy::reference_internal)
       .def(
           "resize",
@@ -260,21 +242,11 @@ void activate(const std::shared_ptr<Saver>& saver) {
 class HostBuffer {
  public:
   HostBuffer(std::shared_ptr<Saver> saver, int device, const std::string& tag, const std::string& restore,
-             std::size_t bytes, std::size_t chunk_bytes, const std::vector<SavedTuple>& blocks)
+             std::size_t bytes, std::size_t chunk_bytes, const std::vector<SavedBlock>& blocks)
       : saver_(std::move(saver)), bytes_(bytes) {
     const Arena::Key key{device, tag, parse_restore(restore), chunk_bytes};
     const py::gil_scoped_release no_gil;
-    if (blocks.empty()) {
-      address_ = saver_->allocate(key, bytes);
-      return;
-    }
-    SavedAllocation saved{0, bytes, {}};
-    for (const auto& [offset, size, extents, digest] : blocks) {
-      auto& block = saved.blocks.emplace_back(SavedBlock{offset, size, {}, {}});
-      std::tie(block.digest.lane0, block.digest.lane1, block.digest.any) = digest;
-      for (const auto& [begin, length] : extents) block.extents.push_back({begin, length});
-    }
-    address_ = saver_->adopt(key, saved);
+    address_ = blocks.empty() ? saver_->allocate(key, bytes) : saver_->adopt(key, bytes, blocks);
   }
   HostBuffer(const HostBuffer&) = delete;
   ~HostBuffer() {
@@ -301,24 +273,12 @@ class HostBuffer {
 void bind_host_buffer(py::module_& module) {
   py::class_<HostBuffer>(module, "HostBuffer", py::buffer_protocol())
       .def(py::init<std::shared_ptr<Saver>, int, const std::string&, const std::string&, std::size_t, std::size_t,
-                    const std::vector<SavedTuple>&>(),
+                    const std::vector<SavedBlock>&>(),
            "saver"_a, "device"_a, "tag"_a, "restore"_a, "bytes"_a, "chunk_bytes"_a = 0,
-           "blocks"_a = std::vector<SavedTuple>())
+           "blocks"_a = std::vector<SavedBlock>())
       .def_property_readonly("address", &HostBuffer::address)
       .def_buffer(&HostBuffer::view);
 }
-
-// A membership in a store by itself, for processes without a saver.
-class OwnStore {
- public:
-  explicit OwnStore(const std::string& name) : store(*driver_, name, 0) {}
-
- private:
-  const std::unique_ptr<Driver> driver_ = open_host_driver({}, page_bytes());
-
- public:
-  SharedStore store;
-};
 
 py::list texts(SharedStore& store) {
   std::vector<SharedStore::Text> found;
@@ -337,6 +297,11 @@ py::list texts(SharedStore& store) {
 
 void bind_shared_store(py::module_& module) {
   py::class_<SharedStore>(module, "SharedStore")
+      .def(py::init([](const std::string& name) {
+             static Driver& unused = *open_host_driver({}, page_bytes()).release();
+             return std::make_unique<SharedStore>(unused, name, 0);
+           }),
+           "name"_a, NoGil())
       .def(
           "find_text",
           [](SharedStore& self, std::uint64_t lane0, std::uint64_t lane1) {
@@ -364,10 +329,6 @@ void bind_shared_store(py::module_& module) {
           },
           "name"_a, "mark"_a, NoGil())
       .def("status", [](SharedStore& self) { return dict_of([&] { return self.status(); }); });
-  py::class_<OwnStore>(module, "OwnStore")
-      .def(py::init<const std::string&>(), "name"_a, NoGil())
-      .def_property_readonly(
-          "store", [](OwnStore& self) { return &self.store; }, py::return_value_policy::reference_internal);
 }
 
 void bind_shared_buffers(py::module_& module) {

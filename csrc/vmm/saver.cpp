@@ -4,12 +4,6 @@
 
 namespace memsaver {
 
-namespace {
-
-constexpr char kNotSaved[] = "what is to be brought in is no allocation of this device";
-
-}  // namespace
-
 Saver::Saver(std::unique_ptr<Driver> driver, Settings settings)
     : driver_(std::move(driver)),
       physical_(*driver_, map_, settings.peer_access),
@@ -100,16 +94,20 @@ std::vector<SavedAllocation> Saver::saved(const std::string& tag) const {
     for (const auto& [address, allocation] : arena->allocations()) {
       const auto& blocks = allocation.blocks;
       if (blocks.empty() || arena->busy() || !std::all_of(blocks.begin(), blocks.end(), is_saved)) continue;
-      SavedAllocation& saved = all.emplace_back(SavedAllocation{address, allocation.bytes, {}});
+      std::vector<SavedBlock> saved;
       for (const auto& block : blocks) {
-        saved.blocks.push_back({block.offset, block.bytes, block.extents, *block.digest});
+        std::vector<std::pair<std::size_t, std::size_t>> extents;
+        for (const auto& extent : block.extents) extents.emplace_back(extent.offset, extent.bytes);
+        const auto [lane0, lane1, any] = *block.digest;
+        saved.emplace_back(block.offset, block.bytes, std::move(extents), std::tuple(lane0, lane1, any));
       }
+      all.emplace_back(address, allocation.bytes, std::move(saved));
     }
   }
   return all;
 }
 
-Address Saver::adopt(const Arena::Key& key, const SavedAllocation& saved) {
+Address Saver::adopt(const Arena::Key& key, std::size_t bytes, const std::vector<SavedBlock>& saved) {
   check_usable();
   if (backups_.shared() == nullptr) throw Error(ErrorKind::configuration, "this process shares no backups");
   add_device(key.device);
@@ -119,52 +117,45 @@ Address Saver::adopt(const Arena::Key& key, const SavedAllocation& saved) {
     for (auto& block : blocks) backups_.give_back(block, key.device);
     backups_.flush();
   });
-  std::size_t end = 0;
-  for (const auto& block : saved.blocks) {
-    blocks.push_back(adopted(block, end));
-    end += block.bytes;
-  }
+  for (const auto& block : saved) blocks.push_back(adopted(block));
   Lock lock(map_.mutex);
   const DeviceInfo& info = map_.info_of(key.device);
-  if (end != saved.bytes || end == 0 || end % info.granularity != 0) throw Error(ErrorKind::backup, kNotSaved);
+  std::size_t end = 0;
+  for (const auto& block : blocks) end = block.offset == end && block.bytes <= kBlockBytes ? end + block.bytes : 0;
+  if (bytes == 0 || end != bytes || bytes % info.granularity != 0) {
+    throw Error(ErrorKind::backup, "what is to be brought in is no allocation of this device");
+  }
   Arena& arena = map_.arena_for(key);
   std::optional<Arena::Place> place;
-  while (!(place = arena.take(end, true))) {
+  while (!(place = arena.take(bytes, true))) {
     lock.unlock();
-    physical_.add_addresses(arena, end, info);
+    physical_.add_addresses(arena, bytes, info);
     lock.lock();
   }
-  arena.add_allocation(place->address, end);
+  arena.add_allocation(place->address, bytes);
   arena.allocations().at(place->address).blocks = std::move(blocks);
   undo.dismiss();
   return place->address;
 }
 
-Block Saver::adopted(const SavedBlock& saved, std::size_t offset) {
-  const std::size_t end = offset + saved.bytes;
-  bool sound = saved.offset == offset && saved.bytes <= kBlockBytes;
-  std::size_t at = offset;
-  for (const auto& extent : saved.extents) {
-    sound = sound && extent.offset % kDigestWord == 0 && extent.bytes % kDigestWord == 0 && extent.offset >= at &&
-            extent.offset <= end && extent.bytes <= end - extent.offset;
-    at = extent.offset + extent.bytes;
-  }
-  if (!sound) throw Error(ErrorKind::backup, kNotSaved);
+Block Saver::adopted(const SavedBlock& saved) {
+  const auto& [offset, bytes, extents, lanes] = saved;
   Block block;
   block.offset = offset;
-  block.bytes = saved.bytes;
-  block.extents = saved.extents;
+  block.bytes = bytes;
   block.adopted = true;
-  block.digest = saved.digest;
-  block.kept = saved.digest.any == 0 ? Kept::zero : Kept::host;
+  for (const auto& [begin, length] : extents) block.extents.push_back({begin, length});
+  const Digest digest{std::get<0>(lanes), std::get<1>(lanes), std::get<2>(lanes)};
+  block.digest = digest;
+  block.kept = digest.any == 0 ? Kept::zero : Kept::host;
   if (block.kept == Kept::zero) return block;
   SharedStore& store = *backups_.shared();
-  const SharedStore::Answer found = store.find_or_claim(saved.digest, block.content_bytes());
+  const SharedStore::Answer found = store.find_or_claim(digest, block.content_bytes());
   Cleanup undo([&] {
     if (found.found == SharedStore::Found::kept || found.found == SharedStore::Found::claimed) store.give(found.entry);
   });
-  if (found.found != SharedStore::Found::kept || (found.packed_bytes != 0 && block.extents.size() != 1)) {
-    throw Error(ErrorKind::backup, "the shared store lacks a block").with_bytes(block.bytes);
+  if (found.found != SharedStore::Found::kept) {
+    throw Error(ErrorKind::backup, "the shared store lacks a block").with_bytes(bytes);
   }
   block.host = store.memory_of(found);
   block.shared = found.entry;

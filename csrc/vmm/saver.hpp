@@ -56,7 +56,7 @@ class Saver {
   [[nodiscard]] std::vector<SavedAllocation> saved(const std::string& tag) const;
   // Returns a new allocation, released, whose backup is what the shared store has of `saved`: a resume brings it in.
   // Throws backup if some is missing there or no such allocation is possible, or driver errors: nothing has changed.
-  [[nodiscard]] Address adopt(const Arena::Key& key, const SavedAllocation& saved);
+  [[nodiscard]] Address adopt(const Arena::Key& key, std::size_t bytes, const std::vector<SavedBlock>& saved);
   // Takes the device memory that a resume of `tags` needs, in place of what was reserved before. The next resume uses
   // it, so that memory cannot run out, and gives back what it did not use. Throws driver errors: nothing is reserved.
   void reserve(const Tags& tags);
@@ -119,8 +119,8 @@ class Saver {
   // Acquires chunks for `ranges` of an allocation, which follow one another. Throws driver errors: they are free again.
   [[nodiscard]] std::vector<Chunk> acquire(Arena& arena, const std::vector<RangeSet::Range>& ranges)
       EXCLUDES(map_.mutex);
-  // Returns the block that begins at `offset`, as the shared store has it. Throws as adopt().
-  [[nodiscard]] Block adopted(const SavedBlock& saved, std::size_t offset);
+  // Returns the block as the shared store has it. Throws as adopt().
+  [[nodiscard]] Block adopted(const SavedBlock& saved);
   // Removes an allocation and its backups. Returns the chunks for the caller to pass to PhysicalMemory::give_back(),
   // without the lock.
   [[nodiscard]] std::vector<Chunk> remove(Arena& arena, Address address) REQUIRES(map_.mutex);

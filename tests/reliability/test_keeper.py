@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from memsaver_core.manifests import kept_in, opened
+from memsaver_core.manifests import SharedStore, kept_in
 from tests.amount import amount
 from tests.native import injection
 from tests.programs import Child
@@ -88,8 +88,7 @@ def listed(store: str) -> list[dict[str, Any]]:
 
 def is_held(store: str, keepers: int = 1) -> bool:
     """Whether so many keepers hold what the store has."""
-    with opened(store) as joined:
-        kept = kept_in(joined)
+    kept = kept_in(SharedStore(store))
     return bool(kept) and all(sum(keeper for _, keeper in each.holders) == keepers for each in kept)
 
 

@@ -108,11 +108,11 @@ def _mark(name: str, which: str, mark: str) -> None:
 def _joined(name: str) -> Iterator[tuple[SharedStore, list[Kept]]]:
     """Yield a store and the weights in it; end the command if no process has it."""
     from memsaver_core.contract.errors import ConfigurationError
-    from memsaver_core.manifests import kept_in, opened
+    from memsaver_core.manifests import SharedStore, kept_in
 
     try:
-        with opened(name) as joined:
-            yield joined, kept_in(joined)
+        joined = SharedStore(name)
+        yield joined, kept_in(joined)
     except ConfigurationError as error:
         print_error(str(error), "Start an engine with MEMSAVER_SHARED_BACKUPS, or memsaver store keep.")
         raise typer.Exit(ExitCode.UNREACHABLE) from None
