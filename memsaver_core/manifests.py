@@ -93,47 +93,35 @@ class Manifest:
         return cls(WeightsKey(**about["key"]), about["storages"], allocations, about["made_at"])
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Weights that a store has."""
+class Kept(NamedTuple):
+    """Weights that a store has: the store's account of their text, and their manifest, None if it cannot be read."""
 
-    name: str
-    #: None if it cannot be read.
+    text: dict[str, Any]
     manifest: Manifest | None
-    #: What is stored of them.
-    bytes: int
-    #: Since a process last found or used them.
-    unused_s: float
-    pinned: bool
-    #: Whether all content is there.
-    complete: bool
-    #: The processes that hold them, and whether each is a keeper.
-    holders: Sequence[tuple[int, bool]]
 
     def description(self) -> dict[str, Any]:
         """Return this for people and programs to read."""
-        key = self.manifest.key if self.manifest else WeightsKey("?", "?")
-        return asdict(key) | {
-            "id": self.name,
-            "bytes": self.bytes,
-            "age_s": round(time.time() - self.manifest.made_at, 3) if self.manifest else 0.0,
-            "unused_s": self.unused_s,
-            "pinned": self.pinned,
-            "complete": self.complete,
-            "held_by": [{"process": process, "keeper": keeper} for process, keeper in self.holders],
+        text, manifest = self
+        return asdict(manifest.key if manifest else WeightsKey("?", "?")) | {
+            "id": text["name"],
+            "age_s": round(time.time() - manifest.made_at, 3) if manifest else 0.0,
+            "unused_s": text["unused_ms"] / 1000,
+            "held_by": [{"process": process, "keeper": keeper} for process, keeper in text["holders"]],
+            **{name: text[name] for name in ("bytes", "pinned", "complete")},
         }
 
 
 def kept_in(store: SharedStore) -> list[Kept]:
     """Return the weights that can be found in a store now, those used last first."""
-    found = []
-    for text in store.texts():
+
+    def manifest(text: bytes) -> Manifest | None:
         try:
-            manifest = Manifest.of_text(text.pop("text"))
+            return Manifest.of_text(text)
         except ValueError:
-            manifest = None
-        found.append(Kept(manifest=manifest, unused_s=text.pop("unused_ms") / 1000, **text))
-    return sorted(found, key=lambda each: each.unused_s)
+            return None
+
+    texts = sorted(store.texts(), key=lambda each: int(each["unused_ms"]))
+    return [Kept(each, manifest(each["text"])) for each in texts]
 
 
 def keeper_command(name: str, limit_bytes: int, store_limit_bytes: int = 0) -> list[str]:

@@ -112,7 +112,7 @@ class _Loading:
     def _fill(self) -> None:
         """Put the tensors on memory with the content that the store has; raise MemsaverError or ValueError. Tensors
         that have moved by then have their content."""
-        manifest = next((each.manifest for each in kept_in(self._store) if each.name == self._name), None)
+        manifest = next((each.manifest for each in kept_in(self._store) if each.text["name"] == self._name), None)
         if manifest is None or len(manifest.storages) != len(self._storages):
             raise ValueError("what the store has of them is damaged, or of another version of memsaver")
         first = next(iter(self._tensors().values()))

@@ -89,7 +89,7 @@ def listed(store: str) -> list[dict[str, Any]]:
 def is_held(store: str, keepers: int = 1) -> bool:
     """Whether so many keepers hold what the store has."""
     kept = kept_in(SharedStore(store))
-    return bool(kept) and all(sum(keeper for _, keeper in each.holders) == keepers for each in kept)
+    return bool(kept) and all(sum(keeper for _, keeper in each.text["holders"]) == keepers for each in kept)
 
 
 def gone(engine: Engine, store: str) -> None:

@@ -96,7 +96,8 @@ def pin(
 
 def _mark(name: str, which: str, mark: str) -> None:
     with _joined(name) as (joined, kept):
-        meant = [each.name for each in kept if each.name.startswith(which) or each.description()["model"] == which]
+        about = [each.description() for each in kept]
+        meant = [each["id"] for each in about if each["id"].startswith(which) or each["model"] == which]
         marked = [each for each in meant if joined.mark_text(each, mark)]
     if not marked:
         print_error(f"the store {name!r} has no weights {which!r}", f"See: memsaver store list {name}")
