@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 # From top to bottom. Rooms of one layer must not include each other.
-LAYERS = (("python",), ("hooks", "hibernate"), ("vmm",), ("backup",), ("driver",), ("support",))
+LAYERS = (("python",), ("hooks", "hibernate"), ("vmm", "keeper"), ("backup",), ("driver",), ("support",))
 RANK = {room: rank for rank, layer in enumerate(reversed(LAYERS)) for room in layer}
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"')
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from memsaver_core.device_memory import graph_memory_bytes, read_communicators, read_devices, read_torch_memory
     from memsaver_core.graphs import GraphPool, graph
     from memsaver_core.hibernation import hibernation_obstacles
+    from memsaver_core.manifests import WeightsKey, revision_of
     from memsaver_core.phases import PhaseLog
     from memsaver_core.process import configure, core_settings, driver_name, enabled, torch_device
     from memsaver_core.regions import adopt, region
@@ -63,22 +64,25 @@ if TYPE_CHECKING:
     )
     from memsaver_core.resizing import resize
     from memsaver_core.storages import is_plain
+    from memsaver_core.weights import load_weights
 
 __all__ = [
     "DEFAULT_POLICIES", "WELL_KNOWN_TAGS", "BackupError", "CommunicatorStatus", "ConfigurationError",
     "ContextLostError", "DeviceDelta", "DeviceMemory", "DiskFullError", "DriverError", "ForkedProcessError",
     "GraphPool", "HostBackupStatus", "MemoryRequest", "MemsaverError", "OperationReport", "OutOfDeviceMemoryError",
     "OutOfHostMemoryError", "PhaseLog", "PhaseReport", "Progress", "RankStatus", "ResizeReport", "RestorePolicy",
-    "Status", "TagReport", "TagStatus", "TorchMemory", "UnknownTagError", "UnsupportedError", "adopt", "check_tags",
+    "Status", "TagReport", "TagStatus", "TorchMemory", "UnknownTagError", "UnsupportedError", "WeightsKey", "adopt",
+    "check_tags",
     "communicators", "configure", "core_settings", "driver_name", "enabled", "give_back_reserved", "graph",
-    "graph_memory_bytes", "hibernation_obstacles", "is_plain", "prepare_backup", "read_communicators",
+    "graph_memory_bytes", "hibernation_obstacles", "is_plain", "load_weights", "prepare_backup", "read_communicators",
     "read_devices", "read_torch_memory", "region", "release", "release_with", "reserve_with", "resize",
-    "resume", "resume_with", "status", "torch_device",
+    "resume", "resume_with", "revision_of", "status", "torch_device",
 ]  # fmt: skip
 
 #: The modules that have the other names. They import torch, so that happens at the first use of such a name.
 _LAZY = (
     "phases", "process", "storages", "regions", "graphs", "hibernation", "device_memory", "release_resume", "resizing",
+    "manifests", "weights",
 )  # fmt: skip
 
 if not TYPE_CHECKING:  # else type checkers would accept any name

@@ -66,6 +66,7 @@ struct Block {
   bool damaged = false;                 // the last resume could not restore it
   std::optional<Digest> digest;         // of `extents`, words counted from the start of the allocation
   std::vector<Extent> extents;          // the content when it was saved
+  bool adopted = false;                 // there is never content but in `extents`
   std::vector<HostRange> host;          // owned by this block, with or without valid content
   std::optional<std::uint32_t> shared;  // `host` is not the pool's but this entry's of the shared store
   Extent file;                          // owned by this block, with or without valid content

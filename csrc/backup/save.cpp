@@ -364,7 +364,7 @@ class SaveTask {
   bool make_room() {
     while (packing_.buffers() == 0 && dropped_bytes_ < Packing::kBytes && batches_.size() > 1) finish_oldest();
     if (packing_.buffers() == 0) drop_saved(Packing::kBytes);
-    return packing_.open(dropped_bytes_);
+    return packing_.open(chunks_.empty() ? Packing::kBytes : dropped_bytes_);
   }
 
   void save_blocks(const std::vector<ChangedBlock>& blocks, SaveBatch& batch) {

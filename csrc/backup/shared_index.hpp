@@ -25,6 +25,7 @@ inline constexpr std::size_t kGrain = std::max<std::size_t>(kSizeUnit / 16, 4096
 inline constexpr std::size_t kSlabGrains = kSlabBytes / kGrain;
 inline constexpr std::size_t kSlabs = 8192;       // 1 TiB
 inline constexpr std::size_t kEntries = 1 << 15;  // 1 TiB of whole blocks
+inline constexpr std::size_t kTexts = 256;  // entries from which those of texts begin, so that they are found soon
 inline constexpr std::size_t kMembers = 64;
 inline constexpr std::size_t kPieces = 8;  // of one block: memory is used up although blocks differ in size
 
@@ -33,8 +34,10 @@ inline constexpr std::size_t kPieces = 8;  // of one block: memory is used up al
 // killed between any two; what can be computed from the rest is computed anew then.
 struct SharedLayout {
   struct Member {
-    pthread_mutex_t alive;  // the liveness mutex: held by a thread of the process as long as it is a member
-    std::atomic<std::uint32_t> joined;
+    enum Kind : std::uint32_t { none, engine, keeper };
+    pthread_mutex_t alive;              // the liveness mutex: held by a thread of the process as long as it is a member
+    std::atomic<std::uint32_t> joined;  // a Kind
+    std::atomic<std::uint32_t> process;  // its id
   };
   struct Slab {
     enum State : std::uint32_t { absent, making, present, freeing };
@@ -50,16 +53,19 @@ struct SharedLayout {
     std::uint32_t first;  // grain
     std::uint32_t grains;
   };
+  // A text is an entry without content bytes: its digest is a name by which processes find it.
   struct Entry {
     enum State : std::uint32_t { free, writing, kept, lost };
+    enum Mark : std::uint32_t { unmarked, pinned, dropped };  // of a text; nobody finds a dropped one
     std::atomic<std::uint32_t> state;
     std::atomic<std::uint64_t> holders;  // members; while writing the writer alone
     std::uint64_t lane0, lane1;          // the digest of the content
     std::uint64_t content_bytes;
     std::uint64_t bytes;                // as stored
     std::uint64_t packed_bytes;         // of what is stored, if it is packed
-    std::int64_t lost_at;               // ms: its writer was found dead then
+    std::int64_t at;                    // ms: its writer was found dead then, or it was last used (of a text)
     std::atomic<std::uint32_t> pieces;  // how many of `piece` hold it, in order
+    std::atomic<std::uint32_t> mark;
     Piece piece[kPieces];
   };
 
@@ -73,6 +79,7 @@ struct SharedLayout {
   std::atomic<std::uint64_t> slab_bytes;  // computed; memory of all slabs
   std::atomic<std::uint64_t> used_bytes;  // computed; of it, taken by entries
   std::atomic<std::uint32_t> lost;        // computed; entries
+  std::atomic<std::uint64_t> wanted;      // bytes that a member lacks: keepers are to drop something
   Member members[kMembers];
   Slab slabs[kSlabs];
   Entry entries[kEntries];
@@ -113,14 +120,15 @@ class SharedIndex {
   RobustMutex mutex;
 
   // Makes this process a member, whose liveness mutex this thread holds from now on; false if kMembers are in it.
-  [[nodiscard]] bool join() REQUIRES(mutex) {
+  [[nodiscard]] bool join(SharedLayout::Member::Kind kind) REQUIRES(mutex) {
     drop_dead_members();
     for (std::uint32_t i = 0; i < kMembers; ++i) {
       auto& member = layout_.members[i];
       if (member.joined != 0 || !robust::try_lock(member.alive)) continue;
       step("join: alive");
       member_ = i;
-      set(member.joined, 1u, "join: joined");
+      member.process = static_cast<std::uint32_t>(getpid());
+      set(member.joined, std::uint32_t{kind}, "join: joined");
       return true;
     }
     return false;
@@ -167,18 +175,19 @@ class SharedIndex {
     Entry* room = nullptr;
     bool being_written = false;
     for (std::size_t i = 0; i < kProbes; ++i) {
-      Entry& entry = layout_.entries[(digest.lane0 + i) % kEntries];
+      Entry& entry = layout_.entries[(home(digest, content_bytes) + i) % kEntries];
       if (entry.state == Entry::lost) continue;
       if (entry.state == Entry::free) {
         if (room == nullptr) room = &entry;
         continue;
       }
-      if (entry.lane0 != digest.lane0 || entry.lane1 != digest.lane1 || entry.content_bytes != content_bytes) continue;
+      if (!is_of(entry, digest, content_bytes)) continue;
       const auto index = static_cast<std::uint32_t>(&entry - layout_.entries);
       if (entry.state == Entry::kept) {
         std::vector<Piece> pieces = pieces_of(index);
         if (!is_sound(entry, pieces)) continue;  // no process of this version wrote it
         for (const Piece& piece : pieces) layout_.slabs[piece.slab].mapped |= me();
+        if (content_bytes == 0) entry.at = now_ms();
         step("find: mapped");
         set(entry.holders, entry.holders | me(), "find: held");
         return {Found::kept, index, std::move(pieces), entry.bytes, entry.packed_bytes};
@@ -192,6 +201,7 @@ class SharedIndex {
     room->content_bytes = content_bytes;
     room->bytes = 0;
     room->pieces = 0;
+    room->mark = Entry::unmarked;
     set(room->holders, me(), "find: filled");
     set(room->state, Entry::writing, "find: claimed");
     return {Found::claimed, static_cast<std::uint32_t>(room - layout_.entries), {}, {}, {}};
@@ -233,6 +243,7 @@ class SharedIndex {
   void publish(std::uint32_t index, std::size_t packed_bytes) REQUIRES(mutex) {
     Entry& entry = layout_.entries[index];
     entry.packed_bytes = packed_bytes;
+    if (entry.content_bytes == 0) entry.at = now_ms();
     step("publish: before");
     set(entry.state, Entry::kept, "publish: kept");
     wake();
@@ -255,6 +266,64 @@ class SharedIndex {
     }
     return pieces;
   }
+
+  struct Text {
+    std::uint32_t entry;
+    std::string name;                           // 32 hexadecimal digits
+    std::uint32_t mark;                         // a Mark
+    std::int64_t unused_ms;                     // since it was last used
+    std::vector<std::pair<int, bool>> holders;  // the process of each, and whether it is a keeper
+  };
+  // Returns the texts that are kept and not dropped.
+  [[nodiscard]] std::vector<Text> texts() const REQUIRES(mutex) {
+    std::vector<Text> texts;
+    for (std::uint32_t i = 0; i < kTexts + kProbes; ++i) {
+      const Entry& entry = layout_.entries[i];
+      if (entry.state != Entry::kept || entry.content_bytes != 0 || entry.mark == Entry::dropped) continue;
+      char name[33];
+      std::snprintf(name, sizeof name, "%016llx%016llx", static_cast<unsigned long long>(entry.lane0),
+                    static_cast<unsigned long long>(entry.lane1));
+      texts.push_back({i, name, entry.mark, now_ms() - entry.at, {}});
+      for (std::uint32_t m = 0; m < kMembers; ++m) {
+        const auto& member = layout_.members[m];
+        if ((entry.holders >> m & 1) == 0) continue;
+        texts.back().holders.emplace_back(member.process, member.joined == SharedLayout::Member::keeper);
+      }
+    }
+    return texts;
+  }
+  // Marks a text; those that wait for a change are to see it.
+  void mark_text(std::uint32_t index, std::uint32_t mark) REQUIRES(mutex) {
+    set(layout_.entries[index].mark, mark, "mark: marked");
+    wake();
+  }
+  void set_used(std::uint32_t index) REQUIRES(mutex) { layout_.entries[index].at = now_ms(); }
+  // Returns the entry of content that is kept.
+  [[nodiscard]] std::optional<std::uint32_t> find_kept(const Digest& digest, std::size_t content_bytes) const
+      REQUIRES(mutex) {
+    for (std::size_t i = 0; i < kProbes; ++i) {
+      const std::size_t index = (home(digest, content_bytes) + i) % kEntries;
+      const Entry& entry = layout_.entries[index];
+      if (entry.state == Entry::kept && is_of(entry, digest, content_bytes)) return static_cast<std::uint32_t>(index);
+    }
+    return std::nullopt;
+  }
+  // Holds an entry that is kept, without its memory being mapped.
+  void hold(std::uint32_t index) REQUIRES(mutex) {
+    Entry& entry = layout_.entries[index];
+    set(entry.holders, entry.holders | me(), "hold: held");
+  }
+  // Returns whether a member that is no keeper holds an entry.
+  [[nodiscard]] bool is_used(std::uint32_t index) const REQUIRES(mutex) {
+    return (layout_.entries[index].holders & ~keepers()) != 0;
+  }
+  // Asks keepers to drop something; false if there are none.
+  [[nodiscard]] bool ask_keepers(std::size_t bytes) REQUIRES(mutex) {
+    layout_.wanted = bytes;
+    if (keepers() != 0) wake();
+    return keepers() != 0;
+  }
+  [[nodiscard]] std::size_t take_wanted() REQUIRES(mutex) { return layout_.wanted.exchange(0); }
 
   // Returns a new slab for this member to make, as large as the limit allows; nothing if that is less than `at_least`.
   // Other members use it after end_slab().
@@ -342,7 +411,7 @@ class SharedIndex {
   [[nodiscard]] const DigestKey& key() const { return layout_.key; }
 
  private:
-  static constexpr char kMagic[16] = "memsaver store1";
+  static constexpr char kMagic[16] = "memsaver store2";
   // The device of a dead process may still be writing the copies that were queued: eight blocks, 5 ms at 55 GB/s. The
   // kernel frees the mutexes of a process before its devices.
   static constexpr std::int64_t kLostFor = 500;  // ms
@@ -350,6 +419,21 @@ class SharedIndex {
 
   static constexpr std::uint64_t kSizes[] = {sizeof(SharedLayout), kSlabBytes, kGrain, kSizeUnit, kPackedVersion};
 
+  // Returns the first place of an entry.
+  [[nodiscard]] static std::size_t home(const Digest& digest, std::size_t content_bytes) {
+    return digest.lane0 % (content_bytes == 0 ? kTexts : kEntries);
+  }
+  [[nodiscard]] static bool is_of(const Entry& entry, const Digest& digest, std::size_t content_bytes) {
+    return entry.lane0 == digest.lane0 && entry.lane1 == digest.lane1 && entry.content_bytes == content_bytes &&
+           entry.mark != Entry::dropped;
+  }
+  [[nodiscard]] std::uint64_t keepers() const {
+    std::uint64_t bits = 0;
+    for (std::uint32_t i = 0; i < kMembers; ++i) {
+      if (layout_.members[i].joined == SharedLayout::Member::keeper) bits |= std::uint64_t{1} << i;
+    }
+    return bits;
+  }
   [[nodiscard]] static std::int64_t now_ms() {
     using namespace std::chrono;
     return duration_cast<milliseconds>(steady_clock::now().time_since_epoch()).count();
@@ -414,14 +498,14 @@ class SharedIndex {
     mark(entry, count, false);
   }
   void lose_entry(Entry& entry) REQUIRES(mutex) {
-    entry.lost_at = now_ms();
+    entry.at = now_ms();
     set(entry.state, Entry::lost, "lose: entry");
     ++layout_.lost;
   }
   void free_lost() REQUIRES(mutex) {
     if (layout_.lost == 0) return;
     for (auto& entry : layout_.entries) {
-      if (entry.state != Entry::lost || now_ms() - entry.lost_at < kLostFor) continue;
+      if (entry.state != Entry::lost || now_ms() - entry.at < kLostFor) continue;
       free_entry(entry);
       --layout_.lost;
     }

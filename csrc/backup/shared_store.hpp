@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sstream>
+
 #include "backup/block.hpp"
 #include "backup/host_pool.hpp"
 #include "backup/shared_index.hpp"
@@ -28,14 +30,20 @@ class SharedStore {
   using Found = SharedIndex::Found;
   using Answer = SharedIndex::Answer;
 
-  // Joins the store of this name, or founds it; the founder's limit holds for all. Throws configuration if neither is
-  // possible, after a few seconds if its processes do not answer. Delegates, so that a throw runs the destructor.
-  SharedStore(Driver& driver, const std::string& name, std::size_t limit_bytes) : SharedStore(driver, name) {
+  using Kind = SharedLayout::Member::Kind;
+  static constexpr std::chrono::milliseconds kPoll{10};
+  static constexpr std::chrono::milliseconds kUpkeep{1000};  // how soon the memory of a dead process is given back
+
+  // Joins the store of this name, or founds it; the founder's limit holds for all, and 0 founds none. Throws
+  // configuration if neither is possible, after a few seconds if its processes do not answer. Delegates, so that a
+  // throw runs the destructor.
+  SharedStore(Driver& driver, const std::string& name, std::size_t limit_bytes, Kind kind = Kind::engine)
+      : SharedStore(driver, name) {
     Forks::instance().add(this);  // before anything is open that a child would keep
     std::promise<void> joined;
-    auto thread = sys::start_thread([this, limit_bytes, &joined] {
+    auto thread = sys::start_thread([this, limit_bytes, kind, &joined] {
       try {
-        join(limit_bytes);
+        join(limit_bytes, kind);
       } catch (...) {
         return joined.set_exception(std::current_exception());
       }
@@ -84,6 +92,7 @@ class SharedStore {
   // owns no memory of the claim.
   [[nodiscard]] std::vector<HostRange> take(std::uint32_t entry, std::size_t bytes, std::size_t expected,
                                             int numa_node) {
+    const auto until = std::chrono::steady_clock::now() + kKeeperTimeout;
     for (bool fragmented = false;; fragmented = true) {
       if (!lock_index()) return {};
       const bool taken = index_->take(entry, bytes);
@@ -93,6 +102,7 @@ class SharedStore {
       // Other processes may be writing part of what this one expects.
       const std::size_t share = expected / std::max<std::size_t>(1, index_->members());
       const auto slab = taken ? std::nullopt : index_->begin_slab(missing, std::max(bytes, share));
+      const bool asked = !taken && !slab && std::chrono::steady_clock::now() < until && index_->ask_keepers(bytes);
       index_->mutex.unlock();
       if (taken) {
         std::vector<HostRange> ranges = map(pieces, to_pages(bytes));
@@ -101,6 +111,10 @@ class SharedStore {
         const std::size_t rest = to_pages(bytes) - bytes;
         std::memset(reinterpret_cast<char*>(last.address + last.bytes - rest), 0, rest);
         return ranges;
+      }
+      if (asked) {
+        index_->wait_for_change(changes(), kPoll);
+        continue;
       }
       if (!slab) {
         throw short_of_memory("the host memory of the shared store is bounded", bytes,
@@ -113,6 +127,62 @@ class SharedStore {
   void publish(std::uint32_t entry, std::size_t packed_bytes = 0) {
     add_pending([=]() REQUIRES(index_->mutex) { index_->publish(entry, packed_bytes); });
     apply_pending();
+  }
+  // Publishes a text that was claimed by its name: find_or_claim() without content bytes. Throws as take(), or
+  // out_of_host_memory if the index is not free.
+  void publish_text(std::uint32_t entry, const std::string& text) {
+    std::size_t at = 0;
+    for (const HostRange& range : take(entry, text.size(), text.size(), -1)) {
+      const std::size_t part = std::min(range.bytes, text.size() - at);
+      std::memcpy(reinterpret_cast<void*>(range.address), text.data() + at, part);
+      at += part;
+    }
+    if (at < text.size()) throw Error(ErrorKind::out_of_host_memory, "the index of the shared store is not free");
+    publish(entry);
+  }
+  // A text, and the entries of the content that it names: a word, another one and the number of blocks, then the lanes
+  // of each digest and the bytes of each block's content (0: zeros, of which nothing is kept), in hexadecimal digits;
+  // the rest is its writer's.
+  struct Text : SharedIndex::Text {
+    std::string text;
+    std::vector<std::uint32_t> blocks;
+    std::size_t bytes = 0;  // of these, as stored
+    bool complete = true;   // all of them are kept
+    bool used = true;       // processes that are no keepers hold all of them
+  };
+  // Returns the texts that can be found now; none if the index is not free.
+  [[nodiscard]] std::vector<Text> texts() {
+    if (!lock_index()) return {};
+    std::vector<Text> texts = read_texts();
+    index_->mutex.unlock();
+    return texts;
+  }
+  // Marks the text of this name. Returns false if there is none, or the index is not free.
+  [[nodiscard]] bool mark_text(const std::string& name, SharedLayout::Entry::Mark mark) {
+    if (!lock_index()) return false;
+    const std::vector<SharedIndex::Text> texts = index_->texts();
+    const auto text = std::find_if(texts.begin(), texts.end(), [&](const auto& each) { return each.name == name; });
+    if (text != texts.end()) index_->mark_text(text->entry, mark);
+    index_->mutex.unlock();
+    return text != texts.end();
+  }
+  // As a keeper: holds the texts that are complete, and their content, up to `limit` bytes as stored: first what is
+  // pinned, then what was used last. Drops the rest. May be killed at any instant.
+  void keep(std::size_t limit) {
+    if (!lock_index()) return;
+    index_->drop_dead_members();
+    const std::set<std::uint32_t> wanted = wanted_of_texts(limit);
+    for (const auto entry : wanted) {
+      if (held_.insert(entry).second) index_->hold(entry);
+    }
+    const bool any_dropped = wanted.size() < held_.size();
+    for (auto entry = held_.begin(); entry != held_.end();) {
+      const bool dropped = wanted.count(*entry) == 0;
+      if (dropped) index_->drop(*entry);
+      entry = dropped ? held_.erase(entry) : std::next(entry);
+    }
+    if (any_dropped) index_->wake();  // a member may wait for room
+    index_->mutex.unlock();
   }
   // Ends the use of an entry, kept or claimed. Makes no system call: apply_pending() does.
   void give(std::uint32_t entry) {
@@ -133,10 +203,10 @@ class SharedStore {
     for (const auto& change : changes) change();
     index_->mutex.unlock();
   }
-  // Waits up to 10 ms until another process publishes or gives up something after changes() was `seen`; if none does,
-  // gives up what dead processes were writing.
-  void wait_for_change(std::uint32_t seen) {
-    index_->wait_for_change(seen, kPoll);
+  // Waits until another process publishes or gives up something after changes() was `seen`; if none does, gives up what
+  // dead processes were writing.
+  void wait_for_change(std::uint32_t seen, std::chrono::milliseconds at_most = kPoll) {
+    index_->wait_for_change(seen, at_most);
     if (changes() != seen || !lock_index()) return;
     index_->drop_dead_members();
     index_->mutex.unlock();
@@ -208,10 +278,9 @@ class SharedStore {
   static constexpr std::chrono::milliseconds kLockTimeout{5000};
   static constexpr std::chrono::milliseconds kAnswerTimeout{5000};  // of a process that has it
   static constexpr std::chrono::milliseconds kIndexTimeout{1000};
-  static constexpr std::chrono::milliseconds kUpkeep{1000};  // how soon the memory of a dead process is given back
-  static constexpr std::chrono::milliseconds kPoll{10};
-  static constexpr std::chrono::milliseconds kSlabTimeout{5000};  // for a slab that another process makes
-  static constexpr std::size_t kTouchers = 8;                     // 8 GiB in 1.6 s, of pages of 4 KiB
+  static constexpr std::chrono::milliseconds kKeeperTimeout{1000};  // for room that a keeper is to give back
+  static constexpr std::chrono::milliseconds kSlabTimeout{5000};    // for a slab that another process makes
+  static constexpr std::size_t kTouchers = 8;                       // 8 GiB in 1.6 s, of pages of 4 KiB
   // Follows the name of the limit in errors.
   static constexpr char kWhose[] = " of all processes of the store, which its first one sets";
 
@@ -267,15 +336,83 @@ class SharedStore {
   }
   using Slabs = std::deque<HostMapping>;
 
+  [[nodiscard]] std::vector<Text> read_texts() const REQUIRES(index_->mutex) {
+    std::vector<Text> texts;
+    for (const auto& found : index_->texts()) {
+      Text& text = texts.emplace_back(Text{found, {}, {}});
+      text.text = read(found.entry);
+      std::istringstream words(text.text);
+      std::string word;
+      std::size_t count = 0;
+      words >> word >> word >> std::hex >> count;
+      Digest digest;
+      for (std::size_t bytes = 0; count > 0 && words >> digest.lane0 >> digest.lane1 >> bytes; --count) {
+        if (bytes == 0) continue;
+        const auto entry = index_->find_kept(digest, bytes);
+        if (!entry) break;
+        text.blocks.push_back(*entry);
+        text.bytes += index_->stored_bytes(*entry);
+        text.used = text.used && index_->is_used(*entry);
+      }
+      text.complete = words && count == 0;
+    }
+    return texts;
+  }
+  // Returns the entries that a keeper is to hold. If members lack room, it drops the texts that nobody uses, for all
+  // keepers.
+  [[nodiscard]] std::set<std::uint32_t> wanted_of_texts(std::size_t limit) REQUIRES(index_->mutex) {
+    std::vector<Text> texts = read_texts();
+    for (auto& text : texts) {
+      if (!text.used) continue;
+      index_->set_used(text.entry);
+      text.unused_ms = 0;
+    }
+    const auto pinned = [](const Text& text) { return text.mark == SharedLayout::Entry::pinned; };
+    std::stable_sort(texts.begin(), texts.end(), [&](const Text& a, const Text& b) {
+      return pinned(a) != pinned(b) ? pinned(a) : a.unused_ms < b.unused_ms;
+    });
+    std::size_t lacking = index_->take_wanted();
+    for (auto text = texts.rbegin(); text != texts.rend() && lacking > 0; ++text) {
+      if (text->used || pinned(*text)) continue;
+      index_->mark_text(text->entry, SharedLayout::Entry::dropped);
+      text->complete = false;
+      lacking -= std::min(lacking, text->bytes);
+    }
+    std::set<std::uint32_t> wanted;
+    std::size_t sum = 0;
+    for (const auto& text : texts) {
+      std::size_t more = 0;
+      for (const auto entry : text.blocks) more += wanted.count(entry) != 0 ? 0 : index_->stored_bytes(entry);
+      if (!text.complete || more > limit - sum) continue;
+      sum += more;
+      wanted.insert(text.blocks.begin(), text.blocks.end());
+      wanted.insert(text.entry);
+    }
+    return wanted;
+  }
+  // Returns what is stored of an entry. Maps nothing; what cannot be read is missing.
+  [[nodiscard]] std::string read(std::uint32_t entry) const REQUIRES(index_->mutex) {
+    std::string all;
+    std::size_t left = index_->stored_bytes(entry);
+    for (const auto& piece : index_->pieces_of(entry)) {
+      std::string part(std::min(left, piece.grains * kGrain), '\0');
+      const std::size_t at = SharedLayout::slabs_at() + piece.slab * kSlabBytes + piece.first * kGrain;
+      const ssize_t bytes = pread(file_, part.data(), part.size(), static_cast<off_t>(at));
+      all.append(part, 0, static_cast<std::size_t>(std::max<ssize_t>(bytes, 0)));
+      left -= part.size();
+    }
+    return all;
+  }
+
   SharedStore(Driver& driver, const std::string& name) : driver_(driver), name_(name), sockets_(name) {}
   // Throws configuration: the destructor undoes what was done.
-  void join(std::size_t limit_bytes) {
+  void join(std::size_t limit_bytes, Kind kind) {
     if (!sockets_.lock(kLockTimeout)) throw no_store("its name is in use, by another user or a stopped process");
     const Cleanup at_end([this] { sockets_.unlock(); });
     open_file(limit_bytes);
     index_ = std::make_unique<SharedIndex>(*layout_);
     if (!lock_index()) throw no_store("a process that uses it does not go on");
-    const bool joined = index_->join();
+    const bool joined = index_->join(kind);
     index_->mutex.unlock();
     if (!joined) throw no_store("it has " + std::to_string(kMembers) + " processes already");
     if (sockets_.listen()) return;
@@ -295,6 +432,9 @@ class SharedStore {
     }
     file_ = *found;
     const bool founding = file_ < 0;
+    if (founding && limit_bytes == 0) {
+      throw Error(ErrorKind::configuration, "no process of this user has the shared backup store '" + name_ + "'");
+    }
     if (founding) file_ = make_store_file(SharedLayout::file_bytes());
     if (file_ < 0) throw no_store(std::string("memfd: ") + std::strerror(errno));
     if (!is_store_file(file_, SharedLayout::file_bytes())) throw no_store("a process uses another format for it");
@@ -514,6 +654,7 @@ class SharedStore {
   mutable Mutex mutex_;  // taken after that of the index, and never held across a wait
   std::map<std::uint32_t, std::size_t> uses_ GUARDED_BY(mutex_);   // of entries, by blocks of this process
   std::vector<std::function<void()>> pending_ GUARDED_BY(mutex_);  // in order
+  std::set<std::uint32_t> held_ GUARDED_BY(index_->mutex);         // entries that a keeper holds
   std::map<std::uint32_t, HostMapping> slabs_ GUARDED_BY(mutex_);
   Slabs still_pinned_ GUARDED_BY(mutex_);  // that unmap() failed to unregister
 

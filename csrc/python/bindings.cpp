@@ -161,8 +161,18 @@ void bind_operations(SaverClass& saver) {
       .def("release", &release, "tags"_a, "dead"_a, "overrides"_a)
       .def(
           "resume",
-          [](Saver& self, const std::vector<std::string>& tags) { return dict_of([&] { return self.resume(tags); }); },
-          "tags"_a)
+          [](Saver& self, const std::vector<std::string>& tags, bool verify_all) {
+            return dict_of([&] { return self.resume(tags, verify_all); });
+          },
+          "tags"_a, "verify_all"_a = false)
+      .def(
+          "save",
+          [](Saver& self, const std::vector<std::string>& tags, const Ranges& dead) {
+            return dict_of([&] { return self.save(tags, to_ranges(dead)); });
+          },
+          "tags"_a, "dead"_a)
+      .def("saved", &Saver::saved, "tag"_a, NoGil())
+      .def_property_readonly("shared_store", &Saver::shared_store, py::return_value_policy::reference_internal)
       .def(
           "resize",
           [](Saver& self, const std::string& tag, const Ranges& unused, double kept) {
@@ -227,15 +237,16 @@ void activate(const std::shared_ptr<Saver>& saver) {
   set_active_saver(saver.get());
 }
 
-// An allocation on the host driver as a Python buffer, freed with the last reference to it.
+// An allocation, on the host driver also as a Python buffer, freed with the last reference to it. With blocks it is
+// one that Saver::adopt() makes.
 class HostBuffer {
  public:
   HostBuffer(std::shared_ptr<Saver> saver, int device, const std::string& tag, const std::string& restore,
-             std::size_t bytes, std::size_t chunk_bytes)
+             std::size_t bytes, std::size_t chunk_bytes, const std::vector<SavedBlock>& blocks)
       : saver_(std::move(saver)), bytes_(bytes) {
-    const Restore policy = parse_restore(restore);
+    const Arena::Key key{device, tag, parse_restore(restore), chunk_bytes};
     const py::gil_scoped_release no_gil;
-    address_ = saver_->allocate({device, tag, policy, chunk_bytes}, bytes);
+    address_ = blocks.empty() ? saver_->allocate(key, bytes) : saver_->adopt(key, bytes, blocks);
   }
   HostBuffer(const HostBuffer&) = delete;
   ~HostBuffer() {
@@ -261,10 +272,63 @@ class HostBuffer {
 
 void bind_host_buffer(py::module_& module) {
   py::class_<HostBuffer>(module, "HostBuffer", py::buffer_protocol())
-      .def(py::init<std::shared_ptr<Saver>, int, const std::string&, const std::string&, std::size_t, std::size_t>(),
-           "saver"_a, "device"_a, "tag"_a, "restore"_a, "bytes"_a, "chunk_bytes"_a)
+      .def(py::init<std::shared_ptr<Saver>, int, const std::string&, const std::string&, std::size_t, std::size_t,
+                    const std::vector<SavedBlock>&>(),
+           "saver"_a, "device"_a, "tag"_a, "restore"_a, "bytes"_a, "chunk_bytes"_a = 0,
+           "blocks"_a = std::vector<SavedBlock>())
       .def_property_readonly("address", &HostBuffer::address)
       .def_buffer(&HostBuffer::view);
+}
+
+py::list texts(SharedStore& store) {
+  std::vector<SharedStore::Text> found;
+  {
+    const py::gil_scoped_release no_gil;
+    found = store.texts();
+  }
+  py::list list;
+  for (const auto& text : found) {
+    list.append(py::dict("name"_a = text.name, "pinned"_a = text.mark == SharedLayout::Entry::pinned,
+                         "unused_ms"_a = text.unused_ms, "holders"_a = text.holders, "text"_a = py::bytes(text.text),
+                         "bytes"_a = text.bytes, "complete"_a = text.complete));
+  }
+  return list;
+}
+
+void bind_shared_store(py::module_& module) {
+  py::class_<SharedStore>(module, "SharedStore")
+      .def(py::init([](const std::string& name) {
+             static Driver& unused = *open_host_driver({}, page_bytes()).release();
+             return std::make_unique<SharedStore>(unused, name, 0);
+           }),
+           "name"_a, NoGil())
+      .def(
+          "find_text",
+          [](SharedStore& self, std::uint64_t lane0, std::uint64_t lane1) {
+            const auto answer = self.find_or_claim({lane0, lane1, 1}, 0);
+            const char* const names[] = {"kept", "claimed", "awaited", "no_room"};
+            return std::make_pair(names[static_cast<int>(answer.found)], answer.entry);
+          },
+          "lane0"_a, "lane1"_a, NoGil())
+      .def("publish_text", &SharedStore::publish_text, "entry"_a, "text"_a, NoGil())
+      .def(
+          "give",
+          [](SharedStore& self, std::uint32_t entry) {
+            self.give(entry);
+            self.apply_pending();
+          },
+          "entry"_a, NoGil())
+      .def(
+          "wait_for_change", [](SharedStore& self) { self.wait_for_change(self.changes()); }, NoGil())
+      .def("texts", &texts)
+      .def(
+          "mark_text",
+          [](SharedStore& self, const std::string& name, const std::string& mark) {
+            return self.mark_text(name,
+                                  parse<SharedLayout::Entry::Mark>(mark, "mark", {"unmarked", "pinned", "dropped"}));
+          },
+          "name"_a, "mark"_a, NoGil())
+      .def("status", [](SharedStore& self) { return dict_of([&] { return self.status(); }); });
 }
 
 void bind_shared_buffers(py::module_& module) {
@@ -348,6 +412,7 @@ void bind_all(py::module_& module, const DriverAdaptor& adapt) {
   bind_driver(saver);
   bind_host_buffer(module);
   bind_shared_buffers(module);
+  bind_shared_store(module);
   bind_hooks(module);
   bind_machine(module);
 }

@@ -54,10 +54,10 @@ class Arena {
   }
   [[nodiscard]] const std::map<Address, std::size_t>& spans() const { return spans_.ranges(); }
 
-  // Takes a free range out: one with memory if there is one and the arena is not busy, else one without. Returns
-  // nothing if none is large enough.
-  [[nodiscard]] std::optional<Place> take(std::size_t bytes) {
-    const auto mapped = busy_ ? std::nullopt : mapped_.take(bytes);
+  // Takes a free range out: one with memory if there is one and the arena is not busy, else one without, as always if
+  // `bare`. Returns nothing if none is large enough.
+  [[nodiscard]] std::optional<Place> take(std::size_t bytes, bool bare = false) {
+    const auto mapped = busy_ || bare ? std::nullopt : mapped_.take(bytes);
     const auto address = mapped ? mapped : unmapped_.take(bytes);
     return address ? std::optional(Place{*address, mapped.has_value()}) : std::nullopt;
   }

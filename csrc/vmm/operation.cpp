@@ -234,6 +234,7 @@ class Saver::Operation {
 
   Saver& saver_;
   const Progress::Operation kind_;
+  VerifyChoice verify_ = saver_.backups_.verify();
   std::vector<Arena*> arenas_;     // busy with this operation
   std::map<int, Work> devices_;    // those with something to do
   std::size_t content_bytes_ = 0;  // to keep or restore
@@ -261,7 +262,7 @@ class Saver::Operation {
       if (!map_first) acquire(i);
     };
     Pipeline& pipeline = saver_.backups_.pipeline_of(device.device);
-    device.seconds = pipeline.restore(device.blocks, ranges, acquire_next, saver_.backups_.verify());
+    device.seconds = pipeline.restore(device.blocks, ranges, acquire_next, verify_);
   }
 
   void begin(const Tags& tags) REQUIRES(saver_.backups_.operation_mutex) {
@@ -343,8 +344,10 @@ class Saver::Operation {
 
 class Saver::Release final : public Operation {
  public:
-  Release(Saver& saver, const std::vector<RangeSet::Range>& dead, const std::map<std::string, Restore>& overrides)
-      : Operation(saver, Progress::Operation::release), dead_(dead), overrides_(overrides) {}
+  // Without `drops` content is saved, and nothing else happens.
+  Release(Saver& saver, const std::vector<RangeSet::Range>& dead, const std::map<std::string, Restore>& overrides,
+          bool drops = true)
+      : Operation(saver, Progress::Operation::release), dead_(dead), overrides_(overrides), drops_(drops) {}
 
  private:
   void plan(Arena& arena) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) override {
@@ -352,6 +355,7 @@ class Saver::Release final : public Operation {
     const int device = arena.key().device;
     const auto changed = overrides_.find(arena.key().tag);
     const Restore restore = changed != overrides_.end() ? changed->second : arena.key().restore;
+    if (!drops_ && !keeps_content(restore)) return;
     Work& work = on(device);
     for (const auto& [address, chunk] : arena.chunks()) {
       (keeps_content(restore) ? work.kept : work.others).push_back({&arena, chunk, restore});
@@ -369,7 +373,7 @@ class Saver::Release final : public Operation {
 
   void plan_backup(const Arena& arena, Restore restore, Address base, Block& block, Work& work)
       REQUIRES(saver_.map_.mutex) {
-    const auto extents = live_extents(base, block, dead_);
+    const auto extents = block.adopted ? block.extents : live_extents(base, block, dead_);
     const std::size_t live = sum_of(extents);
     const bool to_file = restore == Restore::file;
     content_bytes_ += live;
@@ -404,7 +408,7 @@ class Saver::Release final : public Operation {
       undo();
       throw;
     }
-    saver_.stacks_.lower();
+    if (drops_) saver_.stacks_.lower();
     saver_.backups_.prepare_packing_later();
     const Lock lock(saver_.map_.mutex);
     if (saver_.map_.unprepared_bytes() == 0) saver_.backups_.trim_excess();
@@ -414,7 +418,7 @@ class Saver::Release final : public Operation {
     on_each_device([&](Work& device) REQUIRES(saver_.backups_.operation_mutex) {
       if (device.kept.empty()) return;
       std::vector<ChunkRange> ranges;
-      for (const auto& planned : device.kept) {
+      for (const auto& planned : drops_ ? device.kept : std::vector<PlannedChunk>()) {
         ranges.push_back({planned.arena->key().tag, planned.chunk.address, planned.chunk.bytes});
       }
       const auto drop_kept = [&](std::size_t i) { drop(device, device.kept[i]); };
@@ -489,6 +493,7 @@ class Saver::Release final : public Operation {
 
   const std::vector<RangeSet::Range>& dead_;
   const std::map<std::string, Restore>& overrides_;
+  const bool drops_;
   // What the backups need beyond what their blocks own.
   std::map<HostPool*, std::size_t> host_bytes_;
   std::size_t file_bytes_ = 0;
@@ -496,7 +501,9 @@ class Saver::Release final : public Operation {
 
 class Saver::Resume : public Operation {
  public:
-  explicit Resume(Saver& saver) : Operation(saver, Progress::Operation::resume) {}
+  explicit Resume(Saver& saver, bool verify_all = false) : Operation(saver, Progress::Operation::resume) {
+    if (verify_all) verify_ = VerifyChoice::full;
+  }
 
  protected:
   void plan(Arena& arena) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) override {
@@ -685,7 +692,11 @@ OperationResult Saver::release(const Tags& tags, const std::vector<RangeSet::Ran
   return Release(*this, dead, overrides).perform(tags);
 }
 
-OperationResult Saver::resume(const Tags& tags) { return Resume(*this).perform(tags); }
+OperationResult Saver::save(const Tags& tags, const std::vector<RangeSet::Range>& dead) {
+  return Release(*this, dead, {}, false).perform(tags);
+}
+
+OperationResult Saver::resume(const Tags& tags, bool verify_all) { return Resume(*this, verify_all).perform(tags); }
 
 OperationResult Saver::resize(const std::string& tag, const std::vector<RangeSet::Range>& unused, double kept) {
   return Resize(*this, unused, kept).perform({tag});

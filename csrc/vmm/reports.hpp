@@ -48,6 +48,13 @@ struct BackupView {
   const void* memory = nullptr;  // its address, if it is contiguous in host memory
 };
 
+// What the shared store has of a block: its offset in the allocation, its bytes, offset and bytes of each part that has
+// content, and the digest (lane0, lane1, any).
+using SavedBlock = std::tuple<std::size_t, std::size_t, std::vector<std::pair<std::size_t, std::size_t>>,
+                              std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>>;
+// An allocation: its address, bytes and blocks.
+using SavedAllocation = std::tuple<Address, std::size_t, std::vector<SavedBlock>>;
+
 struct TagOutcome {
   std::string tag;
   std::string restore;  // the policy that it was released under, else its own; "mixed" if there are several

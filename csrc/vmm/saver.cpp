@@ -83,6 +83,87 @@ std::vector<Chunk> Saver::acquire(Arena& arena, const std::vector<RangeSet::Rang
   return chunks;
 }
 
+std::vector<SavedAllocation> Saver::saved(const std::string& tag) const {
+  check_process();
+  const auto is_saved = [](const Block& block) {
+    return block.digest && (block.kept == Kept::zero || (block.kept == Kept::host && block.shared));
+  };
+  std::vector<SavedAllocation> all;
+  const Lock lock(map_.mutex);
+  for (const Arena* const arena : map_.select({tag})) {
+    for (const auto& [address, allocation] : arena->allocations()) {
+      const auto& blocks = allocation.blocks;
+      if (blocks.empty() || arena->busy() || !std::all_of(blocks.begin(), blocks.end(), is_saved)) continue;
+      std::vector<SavedBlock> saved;
+      for (const auto& block : blocks) {
+        std::vector<std::pair<std::size_t, std::size_t>> extents;
+        for (const auto& extent : block.extents) extents.emplace_back(extent.offset, extent.bytes);
+        const auto [lane0, lane1, any] = *block.digest;
+        saved.emplace_back(block.offset, block.bytes, std::move(extents), std::tuple(lane0, lane1, any));
+      }
+      all.emplace_back(address, allocation.bytes, std::move(saved));
+    }
+  }
+  return all;
+}
+
+Address Saver::adopt(const Arena::Key& key, std::size_t bytes, const std::vector<SavedBlock>& saved) {
+  check_usable();
+  if (backups_.shared() == nullptr) throw Error(ErrorKind::configuration, "this process shares no backups");
+  add_device(key.device);
+  driver_->prepare_digest(key.device);
+  std::vector<Block> blocks;
+  Cleanup undo([&] {
+    for (auto& block : blocks) backups_.give_back(block, key.device);
+    backups_.flush();
+  });
+  for (const auto& block : saved) blocks.push_back(adopted(block));
+  Lock lock(map_.mutex);
+  const DeviceInfo& info = map_.info_of(key.device);
+  std::size_t end = 0;
+  for (const auto& block : blocks) end = block.offset == end && block.bytes <= kBlockBytes ? end + block.bytes : 0;
+  if (bytes == 0 || end != bytes || bytes % info.granularity != 0) {
+    throw Error(ErrorKind::backup, "what is to be brought in is no allocation of this device");
+  }
+  Arena& arena = map_.arena_for(key);
+  std::optional<Arena::Place> place;
+  while (!(place = arena.take(bytes, true))) {
+    lock.unlock();
+    physical_.add_addresses(arena, bytes, info);
+    lock.lock();
+  }
+  arena.add_allocation(place->address, bytes);
+  arena.allocations().at(place->address).blocks = std::move(blocks);
+  undo.dismiss();
+  return place->address;
+}
+
+Block Saver::adopted(const SavedBlock& saved) {
+  const auto& [offset, bytes, extents, lanes] = saved;
+  Block block;
+  block.offset = offset;
+  block.bytes = bytes;
+  block.adopted = true;
+  for (const auto& [begin, length] : extents) block.extents.push_back({begin, length});
+  const Digest digest{std::get<0>(lanes), std::get<1>(lanes), std::get<2>(lanes)};
+  block.digest = digest;
+  block.kept = digest.any == 0 ? Kept::zero : Kept::host;
+  if (block.kept == Kept::zero) return block;
+  SharedStore& store = *backups_.shared();
+  const SharedStore::Answer found = store.find_or_claim(digest, block.content_bytes());
+  Cleanup undo([&] {
+    if (found.found == SharedStore::Found::kept || found.found == SharedStore::Found::claimed) store.give(found.entry);
+  });
+  if (found.found != SharedStore::Found::kept) {
+    throw Error(ErrorKind::backup, "the shared store lacks a block").with_bytes(bytes);
+  }
+  block.host = store.memory_of(found);
+  block.shared = found.entry;
+  block.packed_bytes = found.packed_bytes;
+  undo.dismiss();
+  return block;
+}
+
 void Saver::free(Address address) {
   if (closed_) return;
   check_process();

@@ -38,9 +38,10 @@ class Saver {
   // undone, unless content that is not kept is gone or the undo fails; then it can be repeated, and resumed.
   OperationResult release(const Tags& tags, const std::vector<RangeSet::Range>& dead,
                           const std::map<std::string, Restore>& overrides);
-  // Brings back everything released under `tags`, with the content that its policies promise. Throws driver errors,
-  // out_of_host_memory or backup: all of it stays released with its backups.
-  OperationResult resume(const Tags& tags);
+  // Brings back everything released under `tags`, with the content that its policies promise; with `verify_all` all
+  // content is compared with its digests. Throws driver errors, out_of_host_memory or backup: all of it stays released
+  // with its backups.
+  OperationResult resume(const Tags& tags, bool verify_all = false);
   // Gives back the chunks of `tag` whose live ranges are all `unused`. Brings back, with zeros, the other chunks that
   // an earlier resize gave back. Each allocation is also unused behind its first part, `kept` (0 to 1) of its size.
   // Synchronizes the devices before anything is unmapped; nothing may use the unused ranges until a resize keeps them
@@ -49,6 +50,13 @@ class Saver {
   // of the tag is released: nothing has changed. Throws driver errors: undone, with zeros in what was unused; if the
   // undo fails, what was given back stays given back.
   OperationResult resize(const std::string& tag, const std::vector<RangeSet::Range>& unused, double kept);
+  // As a release of those `tags` that keep content, but nothing is given back: the backups are there.
+  OperationResult save(const Tags& tags, const std::vector<RangeSet::Range>& dead);
+  // Returns the allocations of `tag` whose content is in the shared store or zeros, and resident.
+  [[nodiscard]] std::vector<SavedAllocation> saved(const std::string& tag) const;
+  // Returns a new allocation, released, whose backup is what the shared store has of `saved`: a resume brings it in.
+  // Throws backup if some is missing there or no such allocation is possible, or driver errors: nothing has changed.
+  [[nodiscard]] Address adopt(const Arena::Key& key, std::size_t bytes, const std::vector<SavedBlock>& saved);
   // Takes the device memory that a resume of `tags` needs, in place of what was reserved before. The next resume uses
   // it, so that memory cannot run out, and gives back what it did not use. Throws driver errors: nothing is reserved.
   void reserve(const Tags& tags);
@@ -63,6 +71,8 @@ class Saver {
   // Releases what the driver caches for CUDA graphs that no longer exist, on every device. Throws driver errors.
   void trim_graph_memory();
 
+  // Returns null if backups are not shared with other processes.
+  [[nodiscard]] SharedStore* shared_store() const { return backups_.shared(); }
   // Returns the backup of [address, address + bytes): the content at the last release, kept until the next one or until
   // it is dropped. Copies it to `to` unless that is null or some is not in host memory. Waits for an operation under
   // way. Throws configuration if the range is not within a live allocation, which must not be freed meanwhile; backup
@@ -109,6 +119,8 @@ class Saver {
   // Acquires chunks for `ranges` of an allocation, which follow one another. Throws driver errors: they are free again.
   [[nodiscard]] std::vector<Chunk> acquire(Arena& arena, const std::vector<RangeSet::Range>& ranges)
       EXCLUDES(map_.mutex);
+  // Returns the block as the shared store has it. Throws as adopt().
+  [[nodiscard]] Block adopted(const SavedBlock& saved);
   // Removes an allocation and its backups. Returns the chunks for the caller to pass to PhysicalMemory::give_back(),
   // without the lock.
   [[nodiscard]] std::vector<Chunk> remove(Arena& arena, Address address) REQUIRES(map_.mutex);

@@ -68,6 +68,10 @@ class Backend:
         """Return, by the address of each storage, where the memory ends that is its alone."""
         return {storage.data_ptr(): storage.data_ptr() + storage.nbytes() for storage in storages}
 
+    def storage_in(self, buffer: _native.HostBuffer, device: int, offset: int, nbytes: int) -> torch.UntypedStorage:
+        """Return a part of the memory of ``buffer``, which lives as long."""
+        raise NotImplementedError
+
     def dead_ranges(self, saver: _native.Saver) -> list[tuple[int, int]]:
         """Return (address, bytes) of the saver's memory that torch's allocator holds free, in address order."""
         return []

@@ -89,6 +89,9 @@ class CudaBackend(Backend):
             keys = [key for key in self._pools if tag in (None, key[1]) and restore in (None, key[2])]
             for key in keys:
                 del self._pools[key]
+        for region in self._stack.entered:
+            if isinstance(region, CudaRegion):
+                region.forget_pool()
         return bool(keys)
 
     def dead_ranges(self, saver: _native.Saver) -> list[tuple[int, int]]:
@@ -108,6 +111,9 @@ class CudaBackend(Backend):
         wanted = {storage.data_ptr() for storage in storages}
         blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
         return {each["address"]: each["address"] + each["size"] for each in blocks if each["address"] in wanted}
+
+    def storage_in(self, buffer: _native.HostBuffer, device: int, offset: int, nbytes: int) -> torch.UntypedStorage:
+        return torch.as_tensor(_Part(buffer, offset, nbytes), device=self.torch_device(device)).untyped_storage()
 
     def make_room(self) -> bool:
         torch.cuda.empty_cache()
@@ -172,6 +178,16 @@ class CudaBackend(Backend):
             allocator = torch.cuda.memory.CUDAPluggableAllocator(_native.__file__, *functions)
             self._allocators[number] = allocator  # torch calls into it for as long as any segment lives
         return Pool(device, allocator.allocator())
+
+
+class _Part:
+    """Device memory as torch takes it from other libraries; torch keeps this object for as long as it uses it."""
+
+    def __init__(self, buffer: _native.HostBuffer, offset: int, nbytes: int) -> None:
+        self._buffer = buffer
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (buffer.address + offset, False), "version": 2
+        }  # fmt: skip
 
 
 @lru_cache

@@ -80,6 +80,15 @@ class CudaRegion(_Routing):
             torch.cuda.empty_cache()
         return super().__enter__()
 
+    def _route(self) -> None:
+        self._pool = self._pool or self._pool_for(self._device)
+        super()._route()
+
+    def forget_pool(self) -> None:
+        """Have another pool from now on, if this region is suspended."""
+        if self._routed is None:
+            self._pool = None
+
 
 class OutsideRegions(_Routing):
     """Suspends the region of this thread, in favour of a pool of torch's own or none."""

@@ -31,6 +31,9 @@ class HostBackend(Backend):
         unit = saver.device_info(0)["granularity"]  # of an allocation, which has one storage
         return {begin: end + -end % unit for begin, end in super().ends(saver, storages).items()}
 
+    def storage_in(self, buffer: _native.HostBuffer, device: int, offset: int, nbytes: int) -> torch.UntypedStorage:
+        return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
+
     @contextmanager
     def outside_regions(self, *, own_pool: bool = False) -> Iterator[None]:
         self._stack.entered.append(None)  # a region takes only what is made while it is the innermost

@@ -116,7 +116,7 @@ def test_it_is_said_how_the_folder_of_the_systemd_unit_comes_about() -> None:
     assert "\nType=notify\n" in (DEPLOY / "systemd/memsaver.service").read_text()
 
 
-KUBERNETES = [DEPLOY / "kubernetes", DEPLOY / "kubernetes/fleet"]
+KUBERNETES = [DEPLOY / "kubernetes", DEPLOY / "kubernetes/fleet", DEPLOY / "kubernetes/keeper"]
 
 
 @pytest.mark.parametrize("folder", KUBERNETES, ids=lambda path: path.name)
@@ -186,14 +186,30 @@ def test_the_network_policy_lets_the_coordinator_reach_dns_and_the_engines_alone
     assert engines == {"to": [{"podSelector": {"matchLabels": selected}}], "ports": [{"port": 30000}]}
 
 
-def test_the_systemd_unit(tmp_path: Path) -> None:
-    unit = (DEPLOY / "systemd/memsaver.service").read_text()
+def test_the_keeper_is_the_engines_user_and_its_command_is_one() -> None:
+    manifest = yaml.safe_load((DEPLOY / "kubernetes/keeper/daemonset.yaml").read_text())["spec"]["template"]["spec"]
+    (keeper,) = manifest["containers"]
+    assert manifest["hostNetwork"] is True
+    assert manifest["securityContext"]["runAsUser"] == pod()["securityContext"]["runAsUser"]
+    assert keeper["image"] == container()["image"]
+    unit = (DEPLOY / "systemd/memsaver-keeper@.service").read_text()
+    start = re.search(r"^ExecStart=/opt/memsaver/bin/(.*)$", unit, re.MULTILINE)
+    assert start is not None
+    for command in (keeper["command"], start[1].split()):
+        assert command[0] == "memsaver"
+        memsaver(*command[1:], "--help")
+    assert "\nUser=memsaver\n" in unit, "the dynamic user of memsaver.service has the name of its unit"
+
+
+@pytest.mark.parametrize("name", ["memsaver.service", "memsaver-keeper@.service"])
+def test_the_systemd_unit(tmp_path: Path, name: str) -> None:
+    unit = (DEPLOY / "systemd" / name).read_text()
     command = Path(sys.executable).with_name("memsaver")
     if not command.exists():
         pytest.skip("the memsaver command is not installed")
     assert "/opt/memsaver/bin/memsaver" in unit
-    (tmp_path / "memsaver.service").write_text(unit.replace("/opt/memsaver/bin/memsaver", str(command)))
-    check(need("systemd-analyze"), "verify", "--man=no", tmp_path / "memsaver.service")
+    (tmp_path / name).write_text(unit.replace("/opt/memsaver/bin/memsaver", str(command)))
+    check(need("systemd-analyze"), "verify", "--man=no", tmp_path / name)
 
 
 def test_compose_mounts_and_builds_what_exists() -> None:

@@ -267,6 +267,81 @@ void killed_at_each_step() {
   std::printf("killed at %d steps\n", killed);
 }
 
+// Gives the store a text that names contents 0 to `count`.
+void give_text(Part& part, std::uint64_t name, unsigned count) {
+  const auto claim = part.store.find_or_claim({name, name, 1}, 0);
+  CHECK(claim.found == SharedStore::Found::claimed);
+  std::ostringstream text;
+  text << "a text " << std::hex << count << '\n';
+  for (unsigned seed = 0; seed < count; ++seed) {
+    const Digest digest = digest_of(part.store.key(), content(seed, kBlockBytes));
+    text << digest.lane0 << ' ' << digest.lane1 << ' ' << kBlockBytes << '\n';
+  }
+  part.store.publish_text(claim.entry, text.str() + "rest");
+}
+
+// A keeper that is killed at any of its steps harms nobody, and the next one holds what is there.
+void a_keeper_killed_at_each_step() {
+  const std::string name = kName + "-keeper";
+  auto part = std::make_unique<Part>(name);
+  for (unsigned seed = 0; seed < 3; ++seed) part->keep(seed, kBlockBytes);
+  give_text(*part, 1, 3);
+  const std::size_t used = part->store.status().used_bytes;
+  const auto keep = [&](std::size_t limit) {
+    const auto driver = open_host_driver({}, std::size_t{1} << 20);
+    auto store = std::make_unique<SharedStore>(*driver, name, 0, SharedStore::Kind::keeper);
+    store->keep(limit);
+    return store;
+  };
+  int killed = 0;
+  for (fatal_step = 1;; ++fatal_step) {
+    Child keeper([&](int) {
+      shared_step = on_step;
+      keep(kLimit)->keep(0);  // holds all, then drops all
+    });
+    const int status = keeper.end();
+    CHECK(WIFSIGNALED(status) ? WTERMSIG(status) == SIGKILL : WEXITSTATUS(status) == 0);
+    bool wrote = true;
+    part->drop(part->keep(1, kBlockBytes, &wrote));
+    CHECK(!wrote);
+    wait_until([&] { return part->store.status().processes == 1; });
+    CHECK(part->store.status().used_bytes == used && part->store.texts().front().complete);
+    if (!WIFSIGNALED(status)) break;
+    ++killed;
+  }
+  CHECK(killed > 10);
+  Child last([&](int end) {
+    const auto driver = open_host_driver({}, std::size_t{1} << 20);
+    SharedStore store(*driver, name, 0, SharedStore::Kind::keeper);
+    for (bool said = false; store.status().processes == 2; said = true) {
+      store.keep(kLimit);
+      if (!said) answer(end, 'k');
+    }
+    store.keep(kLimit);
+    answer(end, 'a');
+    (void)wait_for_word(end);
+    store.keep(kLimit);
+    answer(end, 'd');
+    (void)wait_for_word(end);
+  });
+  CHECK(last.hear() == 'k');
+  part.reset();  // nobody else has the store
+  CHECK(last.hear() == 'a');
+  part = std::make_unique<Part>(name);
+  CHECK(part->store.status().used_bytes == used);
+  CHECK(part->store.find_or_claim({1, 1, 1}, 0).found == SharedStore::Found::kept);
+  bool wrote = true;
+  for (unsigned seed = 0; seed < 3; ++seed) part->drop(part->keep(seed, kBlockBytes, &wrote));
+  CHECK(!wrote);
+  // Dropped: nobody finds it, its name can be claimed anew, and the keeper gives it up.
+  CHECK(part->store.mark_text(part->store.texts().front().name, SharedLayout::Entry::dropped));
+  CHECK(part->store.texts().empty() && !part->store.mark_text("?", SharedLayout::Entry::pinned));
+  CHECK(part->store.find_or_claim({1, 1, 1}, 0).found == SharedStore::Found::claimed);
+  last.say();
+  CHECK(last.hear() == 'd');
+  CHECK(part->store.status().used_bytes < kBlockBytes);
+}
+
 // Stopped while it has the index. The others go on without it after a while, and it goes on later.
 void stopped_at(const std::string& step, const std::string& name) {
   Part part(name);
@@ -592,6 +667,7 @@ int main() {
   sizes_in_the_index_are_checked();
   no_room_to_pack_what_was_awaited();
   killed_at_each_step();
+  a_keeper_killed_at_each_step();
   many_at_once();
   for (auto& child : others) CHECK(child.end() == 0);
   std::printf("shared store: one copy\n");

@@ -19,7 +19,7 @@ import torch
 import memsaver_core as ms
 from memsaver_core import communicators, process
 from memsaver_core.compat.patching import Function, when_imported, wrap, wrap_in
-from memsaver_core.compat.vllm import allocator, cache_memory, core
+from memsaver_core.compat.vllm import allocator, cache_memory, core, loader
 from memsaver_core.compat.vllm.allocator import MemsaverAllocator, vllm_allocator, worker_config
 from memsaver_core.compat.vllm.core import weights_are_released
 from memsaver_core.contract.errors import ConfigurationError, UnsupportedError
@@ -49,6 +49,7 @@ def register() -> None:
         wrap_in(module, wrappers)
     when_imported("vllm.device_allocator.sleep_mode_backend", _add_backend)
     when_imported("vllm.v1.worker.gpu_worker", _decide_and_answer)
+    when_imported("vllm.model_executor.model_loader", loader.register)
 
 
 def _if_enabled(wrapper: Function) -> Function:

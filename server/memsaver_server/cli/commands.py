@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from memsaver_server.cli import demo, doctor, fleet, live, memory, serve
+from memsaver_server.cli import demo, doctor, fleet, live, memory, serve, store
 
 _EPILOG = (
     "Exit codes: 0 success; 1 the operation failed; 2 invalid argument or request (unknown tag); "
@@ -45,4 +45,5 @@ operating = (memory.release, memory.resume, memory.commit, memory.abort, memory.
 for command in (serve.serve, *operating, live.watch, live.top, doctor.doctor):
     app.command()(command)
 app.add_typer(fleet.fleet, name="fleet")
+app.add_typer(store.store, name="store")
 app.command(context_settings={"allow_extra_args": True})(demo.demo)

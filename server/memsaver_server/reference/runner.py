@@ -96,10 +96,9 @@ class ModelRunner:
         self._update: dict[str, Tensor] = {}
         self.unwritten_weights: frozenset[str] = frozenset()
         with torch.no_grad(), self._on_stream:
-            with ms.region("weights"):
-                seed = None if options.random_weights is None else options.seed
-                part = weights.load_part(options.path, self._device, options.dtype, seed, rank, self.ranks)
-                self.model, self.partition = part
+            seed = None if options.random_weights is None else options.seed
+            part = weights.load_part(options.path, self._device, options.dtype, seed, rank, self.ranks)
+            self.model, self.partition = part
             ms.adopt(self.model, "weights")  # a region does not apply to what other threads loaded
             self._buffers = {name: buffer.detach().cpu().clone() for name, buffer in self.model.named_buffers()}
             ids = self.model.generation_config.eos_token_id

@@ -16,6 +16,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed
+import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,6 +27,7 @@ from memsaver_server.reference.attention import ATTENTION_NAME
 # Typed in part, or in some versions only.
 _dist: Any = torch.distributed
 _Models: Any = AutoModelForCausalLM
+_GenerationConfig: Any = transformers.GenerationConfig
 
 #: The types in which updates may carry weights; a cast from any other would give useless values.
 UPDATE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -151,25 +153,43 @@ def load_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> Any:
 def load_part(
     path: Path, device: torch.device, dtype: torch.dtype | None, seed: int | None, rank: int, ranks: int
 ) -> tuple[Any, Partition]:
-    """Return one rank's part of a model, on ``device``; raise ValueError if it cannot be served. Call it inside the
-    region. ``path`` is a checkpoint folder or, with a ``seed`` of random weights, a configuration."""
-    if seed is None:
-        model = load_checkpoint(path, dtype)
-        partition = divide(model, rank, ranks)
-        return model.to(device), partition
-    config = load_config(path)
+    """Return one rank's part of a model, on ``device`` and in the region; raise ValueError if it cannot be served.
+    ``path`` is a checkpoint folder or, with a ``seed`` of random weights, a configuration. The weights come from the
+    shared store if that has them."""
+    config: Any = load_config(path) if seed is not None or ms.core_settings().shared_backups else None
+    if seed is None and (config is None or hasattr(config, "quantization_config")):
+        with ms.region("weights"):
+            model = load_checkpoint(path, dtype)
+            partition = divide(model, rank, ranks)
+            return model.to(device), partition
     dtype = dtype or config.dtype or torch.float32
     with torch.device("meta"):
         model = _ready(_Models.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME))
     model.tie_weights()
     partition = divide(model, rank, ranks)
-    # Not Module.to_empty, which would allocate tied weights twice.
-    model._apply(cache(lambda tensor: torch.empty_like(tensor, device=device)))
-    model.tie_weights()
-    # Computes what no checkpoint has (rotary frequencies and the like). The random weights that it makes are replaced.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        model.initialize_weights()
-    fill_random(model, seed, partition)
+    with ms.region("weights"):
+        # Not Module.to_empty, which would allocate tied weights twice.
+        model._apply(cache(lambda tensor: torch.empty_like(tensor, device=device)))
+        model.tie_weights()
+        # Computes what no checkpoint has (rotary frequencies and the like). The random weights that it makes are
+        # replaced.
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            model.initialize_weights()
+
+    def load() -> None:
+        if seed is not None:
+            fill_random(model, seed, partition)
+            return
+        own = model.state_dict()
+        for name, whole in load_checkpoint(path, dtype).state_dict().items():
+            own[name].copy_(partition.part(name, whole))
+
+    if seed is None and (path / "generation_config.json").is_file():
+        model.generation_config = _GenerationConfig.from_pretrained(str(path))
+    revision = ms.revision_of(path) if seed is None else f"{ms.revision_of(path)}, seed {seed}"
+    program = f"transformers {transformers.__version__}"
+    key = ms.WeightsKey(str(path), revision, str(dtype), rank=rank, ranks=ranks, program=program)
+    ms.load_weights(key, lambda: dict([*model.named_parameters(), *model.named_buffers()]), load)
     return model, partition
 
 

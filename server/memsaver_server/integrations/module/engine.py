@@ -11,10 +11,11 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -34,6 +35,8 @@ BATCH_BYTES = 256 << 20
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 Kind = Literal["parameter", "persistent buffer", "buffer", "attribute"]
+#: Kinds that are in a state dict.
+_SAVED = ("parameter", "persistent buffer")
 Policy = ms.RestorePolicy | str | None
 _Place = tuple[str, Policy, torch.device]
 
@@ -60,11 +63,15 @@ class ModuleEngine(Gate):
         *others: nn.Module,
         workspaces: str | Iterable[str] = (),
         workspace_restore: Policy = None,
+        weights: ms.WeightsKey | None = None,
+        load: Callable[[], object] | None = None,
     ) -> None:
         """Move what the modules hold, and gate their calls. Nothing may use the modules meanwhile. Give the modules
         that the program calls, on their device; if it calls what ``torch.compile`` or a wrapper returned, give that.
         ``workspaces`` are patterns (``*.scratch``) of names of buffers and tensor attributes whose content is not
         needed from one call to the next. ``workspace_restore`` is their restore policy, by default ``zero``.
+        With ``weights``, what they are, modules whose parameters are not written yet get them from the shared store, or
+        by ``load()``, which writes them in place: see ``memsaver_core.load_weights``.
 
         Raises ConfigurationError if a module has parameters on the meta device, or where memsaver manages nothing.
         Raises it, too, if a pattern matches nothing, a ``forward`` is a coroutine, or this process has another such
@@ -84,6 +91,8 @@ class ModuleEngine(Gate):
             if ms.enabled():
                 _check_memory(tensors)
                 _move(_under_tags(tensors, patterns, workspace_restore))
+            if weights is not None and load is not None:
+                ms.load_weights(weights, partial(_saved_in, modules), load)
             self._devices = sorted({each.tensor.device.index or 0 for each in tensors if each.tensor.is_cuda})
             self._gated = [GatedForward(self._requests, each) for each in modules]
             ModuleEngine._attached = weakref.ref(self)
@@ -163,6 +172,12 @@ class GatedForward:
             del self._module.forward
 
 
+def _saved_in(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Return what a checkpoint of the modules has, by names that no two of them share."""
+    saved = enumerate(each for each in tensors_of(modules) if each.kind in _SAVED)
+    return {f"{number} {each.name}": each.tensor for number, each in saved}
+
+
 def _check_forwards(modules: tuple[nn.Module, ...]) -> None:
     for module in modules:
         if inspect.iscoroutinefunction(module.forward) or inspect.isasyncgenfunction(module.forward):
@@ -204,9 +219,8 @@ def _under_tags(
         return each.kind != "parameter" and any(fnmatchcase(each.name, pattern) for pattern in patterns)
 
     kept = [each for each in tensors if not is_workspace(each)]
-    saved = ("parameter", "persistent buffer")
-    yield from ((each, "weights", None) for each in kept if each.kind in saved)
-    yield from ((each, "buffers", ms.RestorePolicy.HOST) for each in kept if each.kind not in saved)
+    yield from ((each, "weights", None) for each in kept if each.kind in _SAVED)
+    yield from ((each, "buffers", ms.RestorePolicy.HOST) for each in kept if each.kind not in _SAVED)
     yield from ((each, "workspace", workspace_restore) for each in tensors if is_workspace(each))
 
 

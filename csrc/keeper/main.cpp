@@ -1,0 +1,41 @@
+// The program that keeps what a shared store has for processes that start later: arguments are the name of the store,
+// how many bytes to keep, and the limit of the store if this process founds it. SIGTERM and SIGINT end it with code 0.
+
+#include <csignal>
+
+#include "backup/shared_store.hpp"
+
+namespace {
+
+std::atomic<bool> ending{false};
+void end(int) { ending = true; }
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  using memsaver::SharedStore;
+  if (count != 4) return 2;
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);  // for the store's threads: a signal is to end the wait of this one
+  for (const int signal : {SIGTERM, SIGINT}) std::signal(signal, end);
+  try {
+    const std::size_t limit = std::strtoull(arguments[2], nullptr, 10);
+    const auto driver = memsaver::open_host_driver({}, memsaver::page_bytes());
+    SharedStore store(*driver, arguments[1], std::strtoull(arguments[3], nullptr, 10), SharedStore::Kind::keeper);
+    pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
+    std::printf("keeping weights of the store %s, up to %zu bytes\n", arguments[1], limit);
+    std::fflush(stdout);
+    while (!ending) {
+      const std::uint32_t seen = store.changes();
+      store.keep(limit);
+      store.wait_for_change(seen, SharedStore::kUpkeep);
+    }
+    return 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "memsaver-keeper: %s\n", error.what());
+    return 1;
+  }
+}

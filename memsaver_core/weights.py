@@ -1,0 +1,224 @@
+"""Load weights from the shared store, where an engine before this one, or one beside it, has them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from memsaver_core import _native, process
+from memsaver_core.contract.errors import BackupError, MemsaverError
+from memsaver_core.contract.policies import policy_for
+from memsaver_core.manifests import Allocation, Manifest, SharedStore, WeightsKey, kept_in
+from memsaver_core.release_resume import with_room
+from memsaver_core.storages import is_plain, rebase
+
+logger = logging.getLogger(__name__)
+
+Tensors = Mapping[str, torch.Tensor]
+
+#: How long to wait for another process that loads the same weights, seconds. One that ends is not waited for.
+WAIT_S = 600.0
+#: Memory that is brought in before the storages that it replaces are freed, at least.
+LEAST_BATCH_BYTES = 1 << 30
+
+
+def load_weights(
+    key: WeightsKey, tensors: Callable[[], Tensors], load: Callable[[], object], *, tag: str = "weights"
+) -> str:
+    """Fill ``tensors()`` with the weights of ``key``: from the shared store if it has them, else by ``load()``, after
+    which the store gets them. Return an empty string if they came from the store, else why not, which is logged, too.
+
+    The tensors are on one device, in a region of ``tag`` if ``load`` is to give them to the store. Those that come from
+    it stay the same objects, with the memory of the process that gave them: their addresses change, so do this before a
+    graph captures them. All content is compared with its digests. If another process is loading the same weights now,
+    this waits for it, and loads itself if that one ends. Errors of the store are no errors of this function.
+    """
+    store = process.saver().shared_store if process.enabled() else None
+    if store is None:
+        load()
+        return "this process has no shared store; set MEMSAVER_SHARED_BACKUPS"
+    loading = None
+    try:
+        loading = _Loading(store, key, tensors, tag)
+    except (ValueError, MemsaverError) as error:
+        reason = str(error)
+    if loading is None:
+        load()
+    else:
+        reason = loading.run(load)
+    if reason:
+        logger.warning("the weights of %s were loaded in the ordinary way: %s", key.model, reason)
+    else:
+        logger.info("the weights of %s came from the shared store", key.model)
+    return reason
+
+
+class _Loading:
+    """One call of ``load_weights``."""
+
+    def __init__(self, store: SharedStore, key: WeightsKey, tensors: Callable[[], Tensors], tag: str) -> None:
+        """Raise ValueError if the weights can be neither in the store nor given to it."""
+        self._saver, self._store, self._key, self._tensors, self._tag = process.saver(), store, key, tensors, tag
+        self._layout, self._storages = _layout_of(tensors())
+        self._name = key.name(self._layout)
+
+    def run(self, load: Callable[[], object]) -> str:
+        """Return why the weights were loaded; an empty string if they were not."""
+        reason = ""
+        while (answer := self._find())[0] == "kept":
+            try:
+                self._fill()
+                return ""
+            except (MemsaverError, ValueError) as error:
+                reason = str(error)
+                self._store.give(answer[1])
+                damaged = isinstance(error, (BackupError, ValueError))
+            if not (damaged and self._store.mark_text(self._name, "dropped")):
+                break
+        found, entry = answer
+        if found == "claimed":
+            reason = reason or self._why_missing()
+            self._load_and_give(load, entry)
+        else:
+            waited = f"another process has been loading them for {WAIT_S:.0f} s"
+            reason = reason or (waited if found == "awaited" else "the store's index is full, or not free")
+            load()
+        return reason
+
+    def _find(self) -> tuple[str, int]:
+        until = time.monotonic() + WAIT_S
+        lanes = int(self._name[:16], 16), int(self._name[16:], 16)
+        while (answer := self._store.find_text(*lanes))[0] == "awaited" and time.monotonic() < until:
+            self._store.wait_for_change()
+        return answer
+
+    def _why_missing(self) -> str:
+        """Return why there is no manifest: what the store has of this model differs, or it has nothing of it."""
+        mine = asdict(self._key)
+        for each in kept_in(self._store):
+            if each.manifest is not None and each.manifest.key.model == self._key.model:
+                pairs = [(name, value, mine[name]) for name, value in asdict(each.manifest.key).items()]
+                differing = [f"{name} {theirs!r}, not {ours!r}" for name, theirs, ours in pairs if theirs != ours]
+                return f"the store has them with {', '.join(differing) or 'another layout of tensors'}"
+        return "the store has none of this model"
+
+    def _fill(self) -> None:
+        """Put the tensors on memory with the content that the store has; raise MemsaverError or ValueError. Tensors
+        that have moved by then have their content."""
+        manifest = next((each.manifest for each in kept_in(self._store) if each.text["name"] == self._name), None)
+        if manifest is None or len(manifest.storages) != len(self._storages):
+            raise ValueError("what the store has of them is damaged, or of another version of memsaver")
+        first = next(iter(self._tensors().values()))
+        backend, device = process.backend(), first.device.index or 0
+        sharing = _sharing(self._storages)
+        policy = policy_for(self._tag, None).value
+        # What the tensors leave is given back as they move. Packed content is best brought in with all that is not.
+        room = max(LEAST_BATCH_BYTES, self._saver.memory_info(device)[0] // 2)
+        with backend.outside_regions():
+            backend.forget_pools(self._tag)
+            for batch in _batches(manifest.allocations, room):
+                buffers = {
+                    index: _native.HostBuffer(self._saver, device, self._tag, policy, nbytes, blocks=blocks)
+                    for index, (nbytes, blocks) in batch.items()
+                }
+                with_room(lambda: self._saver.resume([self._tag], True))
+                moved = {
+                    number: backend.storage_in(buffers[index], device, offset, nbytes)
+                    for number, (index, offset, nbytes) in enumerate(manifest.storages)
+                    if index in buffers
+                }
+                for number, storage in moved.items():
+                    rebase(sharing[number], {self._storages[number]._cdata: storage})
+                    self._storages[number] = storage
+                del buffers, moved
+                backend.empty_cache()
+
+    def _load_and_give(self, load: Callable[[], object], entry: int) -> None:
+        """Load, and let other processes find the weights by the text that this process has claimed."""
+        given = False
+        try:
+            load()
+            try:
+                self._give(entry)
+                given = True
+            except (MemsaverError, ValueError) as error:
+                logger.warning("the shared store does not have the weights of %s: %s", self._key.model, error)
+        finally:
+            if not given:
+                self._store.give(entry)
+
+    def _give(self, entry: int) -> None:
+        layout, storages = _layout_of(self._tensors())
+        if layout != self._layout:
+            raise ValueError("loading has changed the layout of the tensors")
+        self._saver.prepare_backup()
+        self._saver.save([self._tag], process.backend().dead_ranges(self._saver))
+        saved = sorted(self._saver.saved(self._tag))
+        begins = [address for address, _, _ in saved]
+        places, used = [], dict[int, int]()  # the number in the manifest, by that in `saved`
+        for storage in storages:
+            index = bisect_right(begins, storage.data_ptr()) - 1
+            address, nbytes, _ = saved[index] if index >= 0 else (0, 0, [])
+            offset = storage.data_ptr() - address
+            if offset + storage.nbytes() > nbytes:
+                raise ValueError(f"a tensor is in no region of {self._tag!r}, or the store has no room for it")
+            places.append((used.setdefault(index, len(used)), offset, storage.nbytes()))
+        manifest = Manifest(self._key, places, [Allocation(*saved[index][1:]) for index in used])
+        self._store.publish_text(entry, manifest.to_text())
+
+
+def _layout_of(tensors: Tensors) -> tuple[list[Any], list[torch.UntypedStorage]]:
+    """Return how tensors lie in their storages, as JSON has it, and these storages in order. Raises ValueError if some
+    are not ordinary tensors on one device of memsaver's."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    numbers: dict[int, int] = {}
+    rows: list[Any] = []
+    devices = set()
+    for name, tensor in sorted(tensors.items()):
+        if not _is_movable(tensor) or tensor.device.type != process.torch_device().type:
+            raise ValueError(f"{name} is on {tensor.device}, or no ordinary tensor")
+        storage = tensor.untyped_storage()
+        devices.add(tensor.device)
+        number = -1
+        if storage.nbytes():
+            storages[storage._cdata] = storage
+            number = numbers.setdefault(storage._cdata, len(numbers))
+        row = [name, str(tensor.dtype), list(tensor.shape), list(tensor.stride()), number, tensor.storage_offset()]
+        rows.append([*row, storage.nbytes()])
+    if len(devices) != 1:
+        raise ValueError(f"the tensors are on {len(devices)} devices")
+    return rows, list(storages.values())
+
+
+def _is_movable(tensor: object) -> bool:
+    """Return whether ``rebase`` can move a tensor; engines have separate classes of parameters."""
+    return is_plain(tensor) or (issubclass(type(tensor), torch.nn.Parameter) and is_plain(tensor.data))  # type: ignore[attr-defined]
+
+
+def _sharing(storages: Sequence[torch.UntypedStorage]) -> list[list[torch.Tensor]]:
+    """Return the tensors of this process that share each storage."""
+    numbers = {storage._cdata: number for number, storage in enumerate(storages)}
+    found: list[list[torch.Tensor]] = [[] for _ in storages]
+    for each in gc.get_objects():
+        if _is_movable(each) and (number := numbers.get(each.untyped_storage()._cdata)) is not None:
+            found[number].append(each)
+    return found
+
+
+def _batches(allocations: Sequence[Allocation], nbytes: int) -> Iterator[dict[int, Allocation]]:
+    """Yield the allocations by their numbers, so many at once as have about ``nbytes``."""
+    batch: dict[int, Allocation] = {}
+    for number, allocation in enumerate(allocations):
+        batch[number] = allocation
+        if sum(each.nbytes for each in batch.values()) >= nbytes:
+            yield batch
+            batch = {}
+    if batch:
+        yield batch

@@ -1,0 +1,329 @@
+"""Weights that outlive their engine: keepers, and engines that start from what they keep."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memsaver_core.manifests import SharedStore, kept_in
+from tests.amount import amount
+from tests.native import injection
+from tests.programs import Child
+from tests.reliability.warm_engine import ELEMENTS
+from tests.waiting import wait_until
+
+MEMSAVER = str(Path(sys.executable).with_name("memsaver"))
+WEIGHTS = 3 * ELEMENTS * 4  # bytes of one engine's weights, about
+CYCLES = amount(3, long=1000)
+
+
+class Engine(Child):
+    """A process that loads weights by the public API; see warm_engine.py."""
+
+    def __init__(self, store: str) -> None:
+        settings = {"MEMSAVER_DRIVER": "host", "MEMSAVER_SHARED_BACKUPS": store, "MEMSAVER_HOST_BACKUP_LIMIT": "1GiB"}
+        super().__init__("-m", "tests.reliability.warm_engine", **injection.in_child(), **settings)
+
+    def tell(self, operation: str, argument: Any = None) -> None:
+        self.say(json.dumps([operation, argument]))
+
+    def answer(self) -> Any:
+        return json.loads(self.read_line())
+
+    def does(self, operation: str, argument: Any = None) -> Any:
+        self.tell(operation, argument)
+        return self.answer()
+
+    def load(self, **key: Any) -> Any:
+        return self.does("load", key)
+
+
+class Keeper:
+    """``memsaver store keep``."""
+
+    def __init__(self, store: str, limit: str = "1GiB", *, store_limit: str = "1GiB") -> None:
+        command = [MEMSAVER, "store", "keep", store, "--limit", limit, "--store-limit", store_limit]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().startswith(f"keeping weights of the store {store}")
+
+    def end(self, how: int) -> int:
+        self.process.send_signal(how)
+        self.process.communicate(timeout=60)
+        return self.process.returncode
+
+
+@pytest.fixture
+def store() -> str:
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def running() -> Iterator[list[Any]]:
+    """Processes that are killed at the end of the test."""
+    processes: list[Any] = []
+    yield processes
+    for each in processes:
+        each.process.kill()
+        each.process.communicate(timeout=60)
+
+
+def listed(store: str) -> list[dict[str, Any]]:
+    ran = subprocess.run([MEMSAVER, "store", "list", store, "--json"], capture_output=True, text=True, check=True)
+    weights: list[dict[str, Any]] = json.loads(ran.stdout)["weights"]
+    return weights
+
+
+def is_held(store: str, keepers: int = 1) -> bool:
+    """Whether so many keepers hold what the store has."""
+    kept = kept_in(SharedStore(store))
+    return bool(kept) and all(sum(keeper for _, keeper in each.text["holders"]) == keepers for each in kept)
+
+
+def gone(engine: Engine, store: str) -> None:
+    """Kill the engine, after a keeper has noticed what it gave."""
+    wait_until(lambda: is_held(store))
+    engine.kill()
+
+
+@pytest.mark.parametrize("state", ["resident", "released", "releasing", "resuming"])
+@pytest.mark.guards("a process was killed in the middle of an operation")
+def test_the_next_engine_loads_nothing(store: str, running: list[Any], state: str) -> None:
+    """Whatever its predecessor was doing when it was killed; the content is the same, and no release copies it."""
+    keeper = Keeper(store)
+    first = Engine(store)
+    running += [keeper, first]
+    reason, loads, sums = first.load()
+    assert (reason, loads) == ("the store has none of this model", 1)
+    if state == "released":
+        assert first.does("release")["backed_up_bytes"] == 0
+    elif state == "resuming":
+        first.does("release")
+        first.does("hold", "copy_to_device")
+        first.tell("resume")
+    elif state == "releasing":
+        first.does("hold", "unmap")
+        first.tell("release")
+    gone(first, store)
+    next_one = Engine(store)
+    running.append(next_one)
+    assert next_one.load() == ["", 0, sums]
+    assert next_one.does("release")["unchanged_bytes"] > WEIGHTS
+    assert next_one.does("resume") == sums
+    status = next_one.does("status")
+    assert status["used_bytes"] < 1.2 * WEIGHTS  # one copy
+
+
+def test_engines_beside_each_other_need_no_keeper(store: str, running: list[Any]) -> None:
+    running += [Engine(store), Engine(store)]
+    first, second = running
+    sums = first.load()[2]
+    assert second.load() == ["", 0, sums]
+    second.does("write", 3.0)  # its own memory, and not the other's
+    assert first.does("release")["unchanged_bytes"] > 0
+    assert first.does("resume") == sums
+
+
+@pytest.mark.parametrize("first_dies", [False, True])
+def test_two_that_start_at_once_share_a_load(store: str, running: list[Any], first_dies: bool) -> None:
+    running += [Engine(store), Engine(store)]
+    first, second = running
+    first.tell("load", {"hold": True})
+    assert first.answer() == "loading"
+    second.tell("load", {})
+    if first_dies:
+        first.kill()
+        assert second.answer()[:2] == ["the store has none of this model", 1]
+        return
+    first.say("go on")
+    _, loads, sums = first.answer()
+    assert loads == 1
+    assert second.answer() == ["", 0, sums]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"revision": "r2"}, "the store has them with revision 'r1', not 'r2'"),
+        ({"dtype": "bfloat16"}, "the store has them with dtype 'float32', not 'bfloat16'"),
+        ({"quantization": "fp8"}, "the store has them with quantization '', not 'fp8'"),
+        ({"rank": 1, "ranks": 2}, "the store has them with rank 0, not 1, ranks 1, not 2"),
+        ({"model": "another"}, "the store has none of this model"),
+    ],
+)
+def test_other_weights_are_loaded(store: str, running: list[Any], changed: dict[str, Any], reason: str) -> None:
+    running += [Engine(store), Engine(store)]
+    running[0].load()
+    assert running[1].load(**changed)[:2] == [reason, 1]
+
+
+def change_in_the_store(keeper: Keeper, pattern: bytes) -> None:
+    """Change a byte of each place in the store's memory that has ``pattern``."""
+    changed = 0
+    for link in Path(f"/proc/{keeper.process.pid}/fd").iterdir():
+        if not os.readlink(link).startswith("/memfd:memsaver-backups"):
+            continue
+        with open(link, "r+b", buffering=0) as file:
+            at = 0
+            while True:
+                try:
+                    begin = os.lseek(file.fileno(), at, os.SEEK_DATA)
+                except OSError:  # no data is left
+                    break
+                at = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
+                with mmap.mmap(file.fileno(), at - begin, offset=begin) as memory:
+                    found = memory.find(pattern)
+                    while found >= 0:
+                        memory[found + len(pattern) - 1] ^= 1
+                        changed += 1
+                        found = memory.find(pattern, found + 1)
+    assert changed == 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        (struct.pack("<2f", 1234.5, 1235.5), "differs from the digest"),
+        (b'"storages": [[', "is damaged, or of another version"),
+        (b"memsaver-weights-1 ", "is damaged, or of another version"),
+    ],
+    ids=["content", "manifest", "head"],
+)
+def test_what_is_damaged_is_loaded_anew(store: str, running: list[Any], pattern: bytes, reason: str) -> None:
+    """And replaced, so that the next engine finds it good."""
+    keeper, first, second, third = running[:] = [Keeper(store), Engine(store), Engine(store), Engine(store)]
+    sums = first.load()[2]
+    gone(first, store)
+    change_in_the_store(keeper, pattern)
+    why, loads, now = second.load()
+    assert reason in why
+    assert (loads, now) == (1, sums)
+    assert third.load() == ["", 0, sums]
+    assert third.does("release")["unchanged_bytes"] > WEIGHTS
+
+
+def test_what_is_gone_in_part_is_loaded_anew(store: str, running: list[Any]) -> None:
+    """Without a keeper: the engine that gave it has other weights by now, as a trainer's update leaves it."""
+    first, second, third = running[:] = [Engine(store) for _ in range(3)]
+    sums = first.load()[2]
+    first.does("write", 3.0)
+    first.does("release")
+    why, loads, now = second.load()
+    assert "the shared store lacks a block" in why
+    assert (loads, now) == (1, sums)
+    assert third.load() == ["", 0, sums]
+
+
+def test_the_limit_is_for_what_was_used_last(store: str, running: list[Any]) -> None:
+    """Room for two: the one that nobody used for longest goes, unless it is pinned."""
+    keeper = Keeper(store, f"{int(2.5 * WEIGHTS)}B")
+    running.append(keeper)
+
+    def give(model: str, *left: str) -> None:
+        engine = Engine(store)
+        running.append(engine)
+        engine.load(model=model, seed=len(running))
+        wait_until(lambda: any(each["model"] == model and len(each["held_by"]) == 2 for each in listed(store)))
+        engine.kill()
+        wait_until(lambda: [each["model"] for each in listed(store)] == list(left))
+
+    give("a", "a")
+    give("b", "b", "a")
+    give("c", "c", "b")
+    pinned = subprocess.run([MEMSAVER, "store", "pin", store, "b"], capture_output=True, text=True, check=True)
+    assert pinned.stdout.startswith("pinned: ")
+    give("d", "d", "b")
+    give("e", "e", "b")
+    subprocess.run([MEMSAVER, "store", "pin", store, "b", "--off"], check=True, stdout=subprocess.DEVNULL)
+    give("f", "f", "e")
+    subprocess.run([MEMSAVER, "store", "drop", store, "e"], check=True, stdout=subprocess.DEVNULL)
+    last = listed(store)
+    assert [each["model"] for each in last] == ["f"]
+    assert last[0]["held_by"] == [{"process": keeper.process.pid, "keeper": True}]
+    assert WEIGHTS < last[0]["bytes"] < 1.2 * WEIGHTS
+    shown = subprocess.run([MEMSAVER, "store", "list", store], capture_output=True, text=True, check=True).stdout
+    assert f"keeper {keeper.process.pid}" in shown
+    failed = subprocess.run([MEMSAVER, "store", "drop", store, "e"], capture_output=True, text=True, check=False)
+    assert failed.returncode == 2
+    assert "has no weights 'e'" in failed.stderr
+
+
+def test_kept_weights_give_way(store: str, running: list[Any]) -> None:
+    """A release needs the room: what nobody uses goes, and the release succeeds."""
+    keeper = Keeper(store, store_limit=f"{int(1.5 * WEIGHTS)}B")
+    running.append(keeper)
+    first, second = Engine(store), Engine(store)
+    running += [first, second]
+    first.load()
+    gone(first, store)
+    assert second.load(model="another", seed=5)[1] == 1
+    assert second.does("release")["unchanged_bytes"] > WEIGHTS
+    assert [each["model"] for each in listed(store)] == ["another"]
+
+
+def test_a_second_keeper_takes_over(store: str, running: list[Any]) -> None:
+    engine, one, other = running[:] = [Engine(store), Keeper(store), Keeper(store)]
+    sums = engine.load()[2]
+    wait_until(lambda: is_held(store, keepers=2))
+    engine.kill()
+    assert one.end(signal.SIGTERM) == 0
+    assert is_held(store)
+    third = Keeper(store)
+    running.append(third)
+    wait_until(lambda: is_held(store, keepers=2))
+    assert other.end(signal.SIGKILL) == -signal.SIGKILL
+    next_one = Engine(store)
+    running.append(next_one)
+    assert next_one.load() == ["", 0, sums]
+
+
+def test_a_keeper_is_small_and_ends_with_its_store(store: str, running: list[Any]) -> None:
+    keeper, engine = running[:] = [Keeper(store), Engine(store)]
+    engine.load()
+    gone(engine, store)
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{keeper.process.pid}/status").read_text().splitlines())
+    assert int(fields["VmRSS"].split()[0]) < 12 << 10  # KiB; most of it is the index and code that processes share
+    assert int(fields["RssAnon"].split()[0]) < 1 << 10
+    assert keeper.end(signal.SIGTERM) == 0
+    failed = subprocess.run([MEMSAVER, "store", "list", store], capture_output=True, text=True, check=False)
+    assert failed.returncode == 3
+    assert "no process of this user has" in failed.stderr
+
+
+@pytest.mark.long
+@pytest.mark.guards("the process that had written a shared backup died")
+def test_keepers_are_killed_at_any_moment(store: str, running: list[Any]) -> None:
+    """Engines go on with their content, and the next keeper has what they gave. Nothing grows."""
+    engine = Engine(store)
+    running.append(engine)
+    sums = engine.load()[2]
+    numbers = random.Random(CYCLES)
+    running.append(Keeper(store))
+    program = os.readlink(f"/proc/{running[-1].process.pid}/exe")
+    assert running.pop().end(signal.SIGKILL) == -signal.SIGKILL
+    for _ in range(CYCLES):
+        killed = subprocess.Popen([program, store, str(1 << 30), str(1 << 30)], stdout=subprocess.DEVNULL)
+        for _ in range(numbers.randrange(5)):
+            assert engine.does("release")["unchanged_bytes"] > WEIGHTS
+            assert engine.does("resume") == sums
+        killed.kill()
+        killed.wait()
+        status = engine.does("status")
+        assert status["used_bytes"] < 1.2 * WEIGHTS
+    running.append(Keeper(store))
+    gone(engine, store)
+    next_one = Engine(store)
+    running.append(next_one)
+    assert next_one.load() == ["", 0, sums]
