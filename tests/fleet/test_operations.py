@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from memsaver_core import MemsaverError
+from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import FleetMode as Mode
+from memsaver_core.contract.requests import MemoryRequest
+from memsaver_core.phases import PhaseLog
 from memsaver_server.fleet import (
     AsyncFleet,
     Fleet,
@@ -112,6 +116,63 @@ def test_an_undo_leaves_released_what_was_released_before(fleet: Fleet, sites: S
     result = fleet.release()
     assert result.rolled_back
     assert [sites[name].engine.resident() for name in "abc"] == [set(), {"weights", "kv_cache"}, {"weights"}]
+
+
+def test_an_undo_hibernates_again_what_was_hibernated(
+    fleet: Fleet, sites: Sites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By somebody who had asked the engine itself, so that no wish of the fleet says so."""
+    memory = sites["a"].engine.memory
+    status, release, resume = memory.status, memory.release, memory.resume
+    hibernated = [True]
+
+    def release_all(request: MemoryRequest, *, log: PhaseLog) -> OperationReport:
+        hibernated[0] = request.hibernate
+        return release(request.model_copy(update={"hibernate": False}), log=log)
+
+    def resume_all(request: MemoryRequest, *, log: PhaseLog) -> OperationReport:
+        hibernated[0] = False
+        return resume(request, log=log)
+
+    for site in sites.values():
+        assert site.http.post("/release_memory_occupation").is_success
+    monkeypatch.setattr(memory, "status", lambda: status().model_copy(update={"hibernated": hibernated[0]}))
+    monkeypatch.setattr(memory, "release", release_all)
+    monkeypatch.setattr(memory, "resume", resume_all)
+    monkeypatch.setattr(memory, "hibernation_obstacles", list)
+    sites["b"].engine.memory.fail("resume", MemsaverError("no"))
+    result = fleet.resume()
+    assert (result.success, result.rolled_back) == (False, True)
+    assert all(site.is_released for site in sites.values())
+    assert hibernated == [True]
+
+
+def test_a_closed_fleet_leaves_no_caller_waiting(coordinate: Callable[..., Fleet], sites: Sites) -> None:
+    """Calls in progress end first, what is watched ends, and later calls are refused."""
+    fleet = coordinate()
+    with ThreadPoolExecutor(3) as pool:
+        with sites["b"].engine.request():
+            releasing = pool.submit(fleet.release, timeout_s=600)
+            watching = pool.submit(list, fleet.watch())
+            wait_until(lambda: fleet.progress and fleet.progress.engines.get("a") == "prepared")
+            closing = pool.submit(fleet.close)
+            wait_until(watching.done)
+            with pytest.raises(FleetError, match="closed"):
+                fleet.status()
+            assert not closing.done()
+        assert releasing.result().success
+        closing.result()
+    fleet.close()
+    assert watching.result()
+    with pytest.raises(FleetError, match="closed"):
+        list(fleet.watch())
+
+
+def test_a_fleet_that_cannot_be_made_leaves_no_thread() -> None:
+    before = threading.active_count()
+    with pytest.raises(TypeError, match="no_such_option"):
+        Fleet(StaticMembership([]), no_such_option=1)  # type: ignore[call-arg]
+    assert threading.active_count() == before
 
 
 def test_best_effort_does_what_it_can(fleet: Fleet, sites: Sites) -> None:
@@ -289,9 +350,23 @@ def test_an_engine_that_leaves_meanwhile_is_not_left_half_done(sites: Sites, tmp
 
 def test_a_repeat_under_the_same_id_acts_once(fleet: Fleet, sites: Sites) -> None:
     first = fleet.release(operation_id="once", mode="best_effort")
-    fleet.resume()
     assert fleet.release(operation_id="once", mode="best_effort") == first
-    assert all(site.is_serving for site in sites.values())
+    assert all(site.is_released for site in sites.values())
+
+
+@pytest.mark.parametrize("mode", ["all", "best_effort"])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_repeat_of_what_a_later_call_has_undone_is_no_success(
+    coordinate: Callable[..., Fleet], sites: Sites, mode: Mode, restarted: bool
+) -> None:
+    """It was "released" although another caller had resumed, as long as the coordinator was the same process."""
+    record = MemoryRecord()
+    fleet = coordinate(record=record)
+    assert fleet.release(operation_id="once", mode=mode).success
+    assert fleet.resume(Selector(names=("a",)), operation_id="later").success
+    again = (coordinate(record=record) if restarted else fleet).release(operation_id="once", mode=mode)
+    assert {engine.name: engine.kind for engine in again.failed} == {"a": "changed"}
+    assert [site.is_serving for site in sites.values()] == [True, False, False]
 
 
 @pytest.mark.parametrize("mode", ["all", "best_effort"])

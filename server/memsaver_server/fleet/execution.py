@@ -264,6 +264,8 @@ class Execution:
                 policy = "host"
             if policy and (keeps_all(policy) or tag.content == "lost"):
                 restore[tag.tag] = policy
+        if part.before is not None and part.before.hibernated:
+            options["hibernate"] = True
         return {"wait": True, "timeout_s": self._timeout_s, **options, "restore": restore}
 
     async def _confirm(self) -> None:

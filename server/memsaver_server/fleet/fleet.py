@@ -278,6 +278,9 @@ class AsyncFleet:
             first = f"{running.request.operation} {operation_id}"
         if first:
             raise reused(name, first, noun)
+        if running is not None and running.has_ended and record.known(operation_id) is not None:
+            members = [part.member for part in running.parts]
+            running.overtaken = record.is_overtaken(operation_id, running.request.tags, members)
 
     def known(self, asked: AskedOfFleet, operation_id: str) -> FleetOperation | None:
         """Return the operation of this id if it answers the request, too."""

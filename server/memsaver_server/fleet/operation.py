@@ -64,6 +64,7 @@ class FleetOperation(Operation):
     given_up: asyncio.Event = field(default_factory=asyncio.Event)  # too late once it is ``committing``
     how: How = "aborted"  # how it ended; what is not ``done`` yet counts as ``aborted``
     began: float = field(default_factory=clock.monotonic)
+    overtaken: bool = False  # by a later call about its engines
     task: asyncio.Task[FleetResult] | None = None
 
     @classmethod
@@ -108,9 +109,10 @@ class FleetOperation(Operation):
         return not self.given_up.is_set() and super().join(request)
 
     def answers(self, asked: AskedOfFleet) -> bool:
-        """Whether a call under its id gets its result: one of the same request, as long as the id is kept."""
+        """Whether a call under its id gets its result: one of the same request, as long as the id is kept and no later
+        call was about its engines."""
         kept = self.finished_at is None or self.finished_at > time.time() - KEPT_S
-        return kept and self.answers_repeats and self.digest == asked.digest()
+        return kept and not self.overtaken and self.answers_repeats and self.digest == asked.digest()
 
     async def outcome(self) -> FleetResult:
         """Wait for its end; return its result, or raise why it could not be begun. Its callers may be cancelled."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError, Future, wait
+from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from memsaver_server.fleet.fleet import AsyncFleet
-from memsaver_server.fleet.results import FleetEvent, FleetProgress, FleetResult
+from memsaver_server.fleet.results import FleetError, FleetEvent, FleetProgress, FleetResult
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -31,7 +33,13 @@ def _made(make: Callable[_P, AsyncFleet]) -> Callable[Concatenate[Fleet, _P], No
         fleet._loop = asyncio.new_event_loop()
         fleet._thread = threading.Thread(target=fleet._loop.run_forever, name="memsaver-fleet", daemon=True)
         fleet._thread.start()
-        fleet._fleet = fleet._call(_in_loop(lambda: make(*arguments, **options)))
+        fleet._closing = threading.Lock()
+        fleet._closed, fleet._calls, fleet._watched = False, set(), set()
+        try:
+            fleet._fleet = fleet._call(_in_loop(lambda: make(*arguments, **options)))
+        except BaseException:
+            fleet._end()
+            raise
 
     return __init__
 
@@ -44,11 +52,16 @@ async def _in_loop(function: Callable[[], _T]) -> _T:
 
 
 class Fleet:
-    """As ``AsyncFleet``, blocking. Safe to use from several threads: its event loop runs in a separate thread."""
+    """As ``AsyncFleet``, blocking. Safe to use from several threads: its event loop runs in a separate thread. Once
+    ``close`` was called, every call raises FleetError."""
 
     _loop: asyncio.AbstractEventLoop
     _thread: threading.Thread
     _fleet: AsyncFleet
+    _closing: threading.Lock
+    _closed: bool
+    _calls: set[Future[Any]]
+    _watched: set[_Events]
 
     __init__ = _init
 
@@ -71,22 +84,29 @@ class Fleet:
     def watch(self, interval_s: float = 1.0) -> Iterator[FleetEvent]:
         """See ``AsyncFleet.watch``."""
         events = _Events(self._fleet.watch(interval_s))
+        self._watched.add(events)
         try:
             while True:
                 yield self._call(events.next())
-        except StopAsyncIteration:
+        except (StopAsyncIteration, CancelledError):
             return
         finally:
-            self._call(events.close())
+            with suppress(FleetError):  # ``close`` closes them
+                self._call(events.close())
+            self._watched.discard(events)
 
     def close(self) -> None:
-        """Wait for operations in progress, close the connections and end the thread. Engines keep their state."""
-        if self._loop.is_closed():
-            return
-        self._call(self._fleet.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """Wait for calls in progress, end what is watched, close the connections and end the thread. Engines keep their
+        state."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        for events in list(self._watched):
+            self._submit(events.close()).result()
+        wait(set(self._calls))
+        self._submit(self._fleet.close()).result()
+        self._end()
 
     def __enter__(self) -> Fleet:
         return self
@@ -95,7 +115,24 @@ class Fleet:
         self.close()
 
     def _call(self, call: Coroutine[Any, Any, _T]) -> _T:
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+        with self._closing:
+            if self._closed:
+                call.close()
+                raise FleetError("this Fleet is closed; nothing was done")
+            done = self._submit(call)
+            self._calls.add(done)
+        try:
+            return done.result()
+        finally:
+            self._calls.discard(done)
+
+    def _submit(self, call: Coroutine[Any, Any, _T]) -> Future[_T]:
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 class _Events:
@@ -104,6 +141,7 @@ class _Events:
     def __init__(self, events: Any) -> None:
         self._events = events
         self._reading: asyncio.Future[FleetEvent] | None = None
+        self._ending = asyncio.Lock()
 
     async def next(self) -> FleetEvent:
         self._reading = asyncio.ensure_future(anext(self._events))
@@ -111,7 +149,8 @@ class _Events:
 
     async def close(self) -> None:
         """End them; also while ``next`` waits, whose caller was interrupted."""
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.wait({self._reading})
-        await self._events.aclose()
+        async with self._ending:
+            if self._reading is not None:
+                self._reading.cancel()
+                await asyncio.wait({self._reading})
+            await self._events.aclose()
