@@ -60,10 +60,10 @@ class SocketChannel:
                 connection.sendall(line)
 
 
-def serve(path: str, rank: int, answer: Callable[[Plain], Plain | None]) -> None:
+def serve(path: str, rank: int, answer: Callable[[Plain], Plain | None], wait_s: float = 0) -> None:
     """Connect to the service at ``path`` as ``rank``, and answer messages until it ends; None is no answer. Raises
-    OSError if the service cannot be reached."""
-    with connect(path, rank) as connection, connection.makefile("r") as messages:
+    OSError if the service cannot be reached; ``wait_s``: see ``connect``."""
+    with connect(path, rank, wait_s) as connection, connection.makefile("r") as messages:
         for line in messages:
             if (reply := answer(json.loads(line))) is not None:
                 connection.sendall(json.dumps(reply).encode() + b"\n")

@@ -325,6 +325,7 @@ class Parallel:
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
+    dp_rank: int = 0
     dp_size: int = 1
     attn_dp_size: int = 1
 

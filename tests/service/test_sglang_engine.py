@@ -462,8 +462,7 @@ def test_a_scheduler_that_ended(serve: Callable[..., Serving]) -> None:
     ("wrong", "why"),
     [
         ({"enable_memory_saver": False}, "--enable-memory-saver"),
-        ({"dp_size": 4}, "one of 4 data-parallel replicas"),
-        ({"attn_dp_size": 2}, "with data-parallel attention"),
+        ({"dp_size": 4}, "MEMSAVER_SGLANG_REPLICAS is not set"),
     ],
 )
 def test_schedulers_that_cannot_be_served(make: type[standin.Scheduler], wrong: dict[str, Any], why: str) -> None:
@@ -484,6 +483,11 @@ def test_other_schedulers_that_cannot_be_served(make: type[standin.Scheduler], m
     scheduler.mm_receiver = object()  # type: ignore[assignment]
     with pytest.raises(ConfigurationError, match="another engine's encoder"):
         plugin.attach(scheduler)
+    for option, value in (("enable_dp_attention_local_control_broadcast", True), ("elastic_ep_backend", "nixl")):
+        scheduler = make()
+        setattr(scheduler.server_args, option, value)
+        with pytest.raises(ConfigurationError, match=option.replace("_", "-")):
+            plugin.attach(scheduler)
     scheduler = make()
     scheduler.server_args.weight_cache_mode = "client"
     with pytest.raises(ConfigurationError, match="--weight-cache-mode off"):

@@ -3,13 +3,18 @@
 The ranks iterate together. Each iteration begins with a broadcast of what rank 0 received, which every rank processes.
 What all ranks must do in the same iteration is sent in that broadcast: the engine's own requests and our commands. A
 method called on rank 0 alone would make the ranks compute different batches, and hang in the first collective.
+
+Replicas have ranks each, which iterate by themselves. What the first replica's rank 0 broadcasts it also sends to the
+first rank of every other replica, which broadcasts it there.
 """
 
 from __future__ import annotations
 
+import base64
 import importlib
 import logging
 import os
+import pickle
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -20,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
@@ -35,10 +40,10 @@ from memsaver_core.contract.errors import (
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import MemoryRequest, Release, Resume, Tagged, Verb
 from memsaver_core.ranks.connection import Listener, SocketChannel, serve
-from memsaver_core.ranks.protocol import Introduce, Plain, Request, Resize
+from memsaver_core.ranks.protocol import Answer, Introduce, Plain, Request, Resize
 from memsaver_core.ranks.rank import Rank, Result
-from memsaver_core.rendezvous import settle
-from memsaver_server.engine import LOCAL_MEMORY, Engine, Memory, never
+from memsaver_core.rendezvous import path_in, settle
+from memsaver_server.engine import LOCAL_MEMORY, Engine, Memory, never, waits
 from memsaver_server.integrations.adapter.calls import is_done
 from memsaver_server.ranks import RankMemory
 from memsaver_server.ranks.memory import Steps
@@ -83,13 +88,28 @@ class SchedulerGroup:
 
 
 @dataclass(frozen=True)
+class Replicas:
+    """The replicas that are one engine, on one host: the ``number`` of this process's, and in which ``folder`` the
+    first one awaits the ranks of all."""
+
+    number: int = 0
+    count: int = 1
+    folder: str = ""
+
+
+@dataclass(frozen=True)
 class Command:
     """A call of ``Scheduler``'s method ``name`` on every rank; with an empty name nothing is called: a barrier. Numbers
-    begin at 1; 0 is for commands that nobody waits for."""
+    begin at 1; 0 is for commands that nobody waits for. The first rank of each replica ``rests`` after it."""
 
     number: int
     name: str
     arguments: tuple[Any, ...] = ()
+    rests: bool = False
+
+
+class GoOn:
+    """Ends the rest of a replica's first rank."""
 
 
 class Scheduler(ABC):
@@ -106,7 +126,29 @@ class Scheduler(ABC):
     @property
     @abstractmethod
     def group(self) -> SchedulerGroup:
-        """All ranks."""
+        """All ranks of this replica."""
+
+    @property
+    def replicas(self) -> Replicas:
+        return Replicas()
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks of all replicas."""
+        return self.replicas.number * self.group.world_size + self.group.rank_in_group
+
+    @property
+    def ranks(self) -> int:
+        return self.replicas.count * self.group.world_size
+
+    @property
+    def several_receive(self) -> bool:
+        """Whether ranks besides the first receive requests of clients."""
+        return self.replicas.count > 1
+
+    def admit(self, received: Sequence[Any]) -> Sequence[Any]:
+        """Return which of the requests that another rank than the first ``received`` it broadcasts."""
+        return received
 
     @abstractmethod
     def missing(self) -> list[str]:
@@ -150,6 +192,11 @@ class Scheduler(ABC):
     @abstractmethod
     def in_flight(self) -> list[str]:
         """Return the names of the requests in flight. Called from any thread."""
+
+    def check_still(self) -> None:
+        """Raise DrainTimeoutError with the requests in flight on this rank, if there are any."""
+        if not self.is_still():
+            raise DrainTimeoutError(0, self.in_flight())
 
     @abstractmethod
     def models(self) -> Iterable[Any]:
@@ -263,7 +310,8 @@ class EventLoop:
 
 class LeadingLoop(EventLoop):
     """The event loop of rank 0, which receives and admits requests for all ranks. ``failure()`` says why these have
-    failed. Any thread may call its methods, except those below the comment "In the scheduler's thread"."""
+    failed, ``relay`` sends the other replicas what is broadcast here. Any thread may call its methods, except those
+    below the comment "In the scheduler's thread"."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._thread: threading.Thread | None = None
@@ -273,6 +321,7 @@ class LeadingLoop(EventLoop):
         self._numbering = threading.Lock()
         self._rests: dict[int, threading.Event] = {}
         self.failure: Callable[[], str] = str
+        self.relay: Callable[[Any], None] = lambda item: None
         self._idle = scheduler.lead(self)
         super().__init__(scheduler)
 
@@ -290,7 +339,9 @@ class LeadingLoop(EventLoop):
 
     def send(self, request: Any) -> None:
         """Have every rank process ``request``, which is one of the engine's own."""
-        self._outgoing.append(request)
+        with self._numbering:
+            self._outgoing.append(request)
+            self.relay(request)
         self._idle.wake()
 
     def post(self, name: str, *arguments: Any) -> None:
@@ -308,7 +359,9 @@ class LeadingLoop(EventLoop):
             self._results[number] = done
             if over is not None:
                 self._rests[number] = over
-            self._outgoing.append(Command(number, name, arguments))
+            command = Command(number, name, arguments, rests=over is not None)
+            self._outgoing.append(command)
+            self.relay(command)
         self._idle.wake()
         if not self.is_done(done, COMMAND_S):
             raise LateError(f"the scheduler of rank 0 did not come to its next iteration in {COMMAND_S:g} s")
@@ -318,12 +371,13 @@ class LeadingLoop(EventLoop):
     @contextmanager
     def standstill(self) -> Iterator[int]:
         """Keep every rank between two iterations during the block; yield the number of the command that stops them.
-        This rank does not begin its next broadcast, so all others wait for it."""
+        The first rank of each replica does not begin its next broadcast, so all others wait for it."""
         over = threading.Event()
         try:
             yield self.run("", over=over)
         finally:
             over.set()
+            self.relay(GoOn())
 
     def is_done(
         self, future: Future[Any], timeout_s: float = float("inf"), given_up: Callable[[], bool] = never
@@ -366,6 +420,27 @@ class LeadingLoop(EventLoop):
         result = super().process(received, process)
         self.after()
         return result
+
+
+class ReplicaLoop(LeadingLoop):
+    """The event loop of the first rank of another replica: broadcasts there what the first replica's rank 0 sends."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._over = threading.Event()
+        super().__init__(scheduler)
+
+    def receive(self, message: Plain) -> None:
+        """Take what ``LeadingLoop.relay`` sent. Both processes belong to the same user, as does the socket."""
+        item = pickle.loads(base64.b64decode(message["item"]))
+        if isinstance(item, GoOn):
+            self._over.set()
+            return
+        if isinstance(item, Command) and item.rests:
+            self._over = self._rests[item.number] = threading.Event()
+        self.send(item)
+
+    def take(self, received: Sequence[Any]) -> Sequence[Any]:
+        return self.scheduler.admit(received)
 
 
 class IdleRest:
@@ -420,10 +495,14 @@ class LoopEngine(LeadingLoop, Engine):
     def __init__(self, scheduler: Any) -> None:
         """Take over what ``scheduler`` receives. It must have passed ``check``, and its event loop must not run yet."""
         super().__init__(scheduler)
-        several = gather(scheduler.group, self) if scheduler.group.world_size > 1 else None
+        several = gather(scheduler, self) if scheduler.ranks > 1 else None
         self.memory: Memory = several or LOCAL_MEMORY
         #: Has every rank carry out a command; raises what it raised on any of them.
         self.run_on_all: Callable[..., object] = (several or self).run
+        #: Returns the requests in flight on all ranks.
+        self.in_flight: Callable[[], list[str]] = scheduler.in_flight
+        if several is not None and scheduler.several_receive:
+            self.in_flight = several.in_flight
         self._waiting: list[tuple[Future[None], Callable[[], None]]] = []  # used in the scheduler's thread alone
         self._flush_at_repair = False
         self.unwritten_weights: tuple[str, ...] = ()
@@ -459,10 +538,12 @@ class LoopEngine(LeadingLoop, Engine):
         given_up: Callable[[], bool] = never,
     ) -> None:
         """In the scheduler's thread call ``begin`` at once, and ``then`` once no request is in flight, before another
-        one enters. After ``timeout_s``, or if it is given up, call ``undo`` instead and raise DrainTimeoutError."""
-        begun_at = time.monotonic()
+        one enters. After ``timeout_s``, or if it is given up, call ``undo`` instead and raise DrainTimeoutError. If
+        several ranks receive requests, ``then`` is called here, once no request is in flight on any of them."""
+        deadline = time.monotonic() + timeout_s
         done: Future[None] = Future()
-        still = (done, then)
+        several = self.scheduler.several_receive
+        still = (done, (lambda: None) if several else then)
 
         def start() -> None:
             begin()
@@ -477,13 +558,26 @@ class LoopEngine(LeadingLoop, Engine):
         # One iteration is tried even if no time is left.
         self.is_done(begun, max(timeout_s, ITERATION_S), given_up)
         if begun.cancel():
-            raise DrainTimeoutError(timeout_s, self.scheduler.in_flight())
+            raise DrainTimeoutError(timeout_s, self.in_flight())
         begun.result()
-        if not self.is_done(done, begun_at + timeout_s - time.monotonic(), given_up):
+        if not self.is_done(done, deadline - time.monotonic(), given_up):
             # The iteration in progress may still call `then`.
             self.is_done(self.submit(give_up), ITERATION_S)
             if not done.done():
-                raise DrainTimeoutError(timeout_s, self.scheduler.in_flight())
+                raise DrainTimeoutError(timeout_s, self.in_flight())
+        if several:
+            self._when_all_are_still(deadline, given_up, lambda: self.is_done(self.submit(undo), ITERATION_S))
+            then()
+
+    def _when_all_are_still(self, deadline: float, given_up: Callable[[], bool], undo: Callable[[], object]) -> None:
+        """Return once no request is in flight on any rank. One whose admission is closed stays without any."""
+        began = time.monotonic()
+        for wait_s in waits(deadline, given_up, time.monotonic):
+            self.is_done(Future(), wait_s)
+            if not (running := self.in_flight()):
+                return
+        undo()
+        raise DrainTimeoutError(time.monotonic() - began, running)
 
     # In the scheduler's thread.
 
@@ -556,8 +650,8 @@ def answer_to(request: Any) -> str:
     return type(request).__name__.replace("ReqInput", "ReqOutput")
 
 
-# The scheduler processes, one for each rank, all on one host. The service runs in rank 0's, which receives requests.
-# Each process, rank 0's included, answers the messages of the rank protocol in a separate thread.
+# The scheduler processes, one for each rank. The service runs in rank 0's, which receives requests. Each process, rank
+# 0's included, answers the messages of the rank protocol in a separate thread.
 
 
 class SchedulerRank(Rank):
@@ -615,6 +709,20 @@ class SchedulerMemory(RankMemory):
     def run(self, name: str, *arguments: Any) -> None:
         """Have every rank carry out a command, after the operation in progress. Raises MemsaverError if it fails on
         some rank, or the event loop has ended."""
+        self.check(self._carry_out(name, *arguments))
+
+    def in_flight(self) -> list[str]:
+        """Return the requests that are in flight on some rank, each in an iteration of its own from now on."""
+        try:
+            answers = self._carry_out("check_still")
+        except DrainTimeoutError as error:  # of this rank
+            return list(error.pending)
+        failures = [each.failure for each in answers if each.failure is not None]
+        if others := [each for each in failures if each.error != DrainTimeoutError.__name__]:
+            raise others[0].to_error()
+        return sorted({str(rid) for each in failures for rid in cast(list[str], each.attributes["pending"])})
+
+    def _carry_out(self, name: str, *arguments: Any) -> list[Answer]:
         with self._asking:
             self.raise_if_failed()
             with self._failing_if_late():
@@ -622,7 +730,7 @@ class SchedulerMemory(RankMemory):
             with self._asking_after(number):
                 self.step = f"command {name}"
                 try:
-                    self.check(self.ask(Introduce(), self.deadlines.prepare_s))
+                    return self.ask(Introduce(), self.deadlines.prepare_s)
                 finally:
                     self.step = ""
 
@@ -653,27 +761,47 @@ class SchedulerMemory(RankMemory):
             raise self.fail(f"{error}{stopped and f'; {stopped}'}") from error
 
 
-def gather(group: SchedulerGroup, loop: LeadingLoop) -> SchedulerMemory:
-    """On the first rank, return the memory of all; raise MemsaverError if one does not ``join`` in ``CONNECT_S``."""
-    listener = Listener(group.world_size, first=0)
-    _shared(group, listener.path)
-    _answer(group, loop, listener.path)
-    return SchedulerMemory(loop, SocketChannel(None, listener.accept(CONNECT_S)))
+def gather(scheduler: Scheduler, loop: LeadingLoop) -> SchedulerMemory:
+    """On the first rank, return the memory of all; raise MemsaverError if one does not ``join`` in ``CONNECT_S``. The
+    first rank of each further replica has a second connection, with a number after those of all ranks."""
+    ranks, replicas = scheduler.ranks, scheduler.replicas
+    listener = Listener(ranks + replicas.count - 1, first=0, folder=replicas.folder)
+    _shared(scheduler.group, listener.path)
+    _answer(scheduler, loop, listener.path)
+    connections = listener.accept(CONNECT_S)
+    if replicas.count > 1:
+        others = SocketChannel(None, connections[ranks:])
+
+        def relay(item: Any) -> None:
+            with suppress(OSError):  # the watch of the ranks reports one that has ended
+                others.send({"item": base64.b64encode(pickle.dumps(item)).decode()})
+
+        loop.relay = relay
+    return SchedulerMemory(loop, SocketChannel(None, connections[:ranks]))
 
 
 def join(scheduler: Scheduler) -> None:
     """Have ``scheduler`` do what the first rank, in another process, sends, until that closes the connection."""
-    _answer(scheduler.group, EventLoop(scheduler), _shared(scheduler.group, ""))
+    replicas = scheduler.replicas
+    path = _shared(scheduler.group, path_in(replicas.folder))
+    if not (replicas.number and scheduler.group.rank_in_group == 0):
+        _answer(scheduler, EventLoop(scheduler), path)
+        return
+    loop = ReplicaLoop(scheduler)
+    _answer(scheduler, loop, path)
+    relayed = partial(serve, path, scheduler.ranks + replicas.number - 1, loop.receive, CONNECT_S)
+    threading.Thread(target=relayed, name="memsaver-replica", daemon=True).start()
 
 
 def _shared(group: SchedulerGroup, path: str) -> str:
-    """Return rank 0's ``path`` on every rank, each of which must call this."""
+    """Return the first rank's ``path`` on every rank of a replica, each of which must call this."""
     paths = [path]
-    torch.distributed.broadcast_object_list(paths, src=group.ranks[0], group=group.cpu_group)
+    if group.world_size > 1:
+        torch.distributed.broadcast_object_list(paths, src=group.ranks[0], group=group.cpu_group)
     return paths[0]
 
 
-def _answer(group: SchedulerGroup, loop: EventLoop, path: str) -> None:
+def _answer(scheduler: Scheduler, loop: EventLoop, path: str) -> None:
     """Answer messages in a separate thread: in a hibernated process the scheduler's may be inside a device call."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     rank = SchedulerRank(loop)
@@ -681,7 +809,7 @@ def _answer(group: SchedulerGroup, loop: EventLoop, path: str) -> None:
     def run() -> None:
         if device is not None:
             torch.cuda.set_device(device)
-        serve(path, group.rank_in_group, rank.answer)
+        serve(path, scheduler.rank, rank.answer, CONNECT_S)
 
     threading.Thread(target=run, name="memsaver-rank", daemon=True).start()
     if ms.core_settings().prepare_backup:

@@ -101,7 +101,7 @@ class Plugin:
         engine: type[LoopEngine] = resolve_name(self._engine)
         ours = engine.scheduler_class(scheduler)
         ours.check(service=service)
-        rank = ours.group.rank_in_group
+        rank = ours.rank
         if rank and attached:
             raise ConfigurationError(f"attach() is for the first rank, and this is rank {rank}: call follow() instead")
         return join(ours) if rank else engine(ours)
