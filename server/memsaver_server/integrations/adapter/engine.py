@@ -42,6 +42,7 @@ from memsaver_core.contract.requests import MemoryRequest, Release, Resume, Tagg
 from memsaver_core.ranks.connection import Listener, SocketChannel, serve
 from memsaver_core.ranks.protocol import Answer, Introduce, Plain, Request, Resize
 from memsaver_core.ranks.rank import Rank, Result
+from memsaver_core.ranks.remote import RemoteListener
 from memsaver_core.rendezvous import path_in, settle
 from memsaver_server.engine import LOCAL_MEMORY, Engine, Memory, never, waits
 from memsaver_server.integrations.adapter.calls import is_done
@@ -74,6 +75,12 @@ T = TypeVar("T")
 
 class LateError(MemsaverError):
     """Rank 0 did not come to a command in time: its scheduler hangs, or waits for another rank."""
+
+
+class StillRunningError(MemsaverError):
+    """The requests ``running``, by name, are in flight on a rank."""
+
+    running: list[str]
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,11 @@ class Scheduler(ABC):
     @property
     def replicas(self) -> Replicas:
         return Replicas()
+
+    @property
+    def host(self) -> str:
+        """The host of the first rank, for ranks on others; empty if all are on this one."""
+        return ""
 
     @property
     def rank(self) -> int:
@@ -194,9 +206,9 @@ class Scheduler(ABC):
         """Return the names of the requests in flight. Called from any thread."""
 
     def check_still(self) -> None:
-        """Raise DrainTimeoutError with the requests in flight on this rank, if there are any."""
+        """Raise StillRunningError if requests are in flight on this rank."""
         if not self.is_still():
-            raise DrainTimeoutError(0, self.in_flight())
+            raise StillRunningError("requests are in flight", self.in_flight())
 
     @abstractmethod
     def models(self) -> Iterable[Any]:
@@ -348,10 +360,14 @@ class LeadingLoop(EventLoop):
         """Have every rank carry out a command that cannot fail; do not wait for it."""
         self.send(Command(0, name, arguments))
 
-    def run(self, name: str, *arguments: Any, over: threading.Event | None = None) -> int:
+    def run(self, name: str, *arguments: Any) -> None:
+        """Have every rank carry out a command. Raises what it raised here, or as ``command``."""
+        self._results[self.command(name, *arguments)].result()
+
+    def command(self, name: str, *arguments: Any, over: threading.Event | None = None) -> int:
         """Have every rank carry out a command; return its number once this rank has. If ``over`` is given, this rank
-        begins its next iteration only after that is set. Raises what the command raised here, LateError after
-        ``COMMAND_S``, or MemsaverError if the event loop ended first, or the ranks have failed."""
+        begins its next iteration only after that is set. Raises LateError after ``COMMAND_S``, or MemsaverError if the
+        event loop ended first, or the ranks have failed."""
         done: Future[None] = Future()
         with self._numbering:
             self._last += 1
@@ -365,7 +381,6 @@ class LeadingLoop(EventLoop):
         self._idle.wake()
         if not self.is_done(done, COMMAND_S):
             raise LateError(f"the scheduler of rank 0 did not come to its next iteration in {COMMAND_S:g} s")
-        done.result()
         return number
 
     @contextmanager
@@ -374,7 +389,7 @@ class LeadingLoop(EventLoop):
         The first rank of each replica does not begin its next broadcast, so all others wait for it."""
         over = threading.Event()
         try:
-            yield self.run("", over=over)
+            yield self.command("", over=over)
         finally:
             over.set()
             self.relay(GoOn())
@@ -684,6 +699,8 @@ class SchedulerMemory(RankMemory):
         self._asking = threading.RLock()
         super().__init__(self)
         loop.failure = lambda: self.failure
+        elsewhere = [rank for rank in range(len(self.ranks)) if rank not in self.progress.seen]
+        channel.watch(elsewhere, lambda rank: self.fail(f"{self.name(rank)} has closed its connection"))
 
     def start(self, message: Plain) -> Future[list[Plain]]:
         return self._sockets.start({"after": self._after, "message": message})
@@ -713,20 +730,19 @@ class SchedulerMemory(RankMemory):
 
     def in_flight(self) -> list[str]:
         """Return the requests that are in flight on some rank, each in an iteration of its own from now on."""
-        try:
-            answers = self._carry_out("check_still")
-        except DrainTimeoutError as error:  # of this rank
-            return list(error.pending)
-        failures = [each.failure for each in answers if each.failure is not None]
-        if others := [each for each in failures if each.error != DrainTimeoutError.__name__]:
-            raise others[0].to_error()
-        return sorted({str(rid) for each in failures for rid in cast(list[str], each.attributes["pending"])})
+        answers = self._carry_out("check_still")
+        running: set[str] = set()
+        for failure in (each.failure for each in answers if each.failure is not None):
+            if failure.error != StillRunningError.__name__:
+                raise failure.to_error()
+            running.update(map(str, cast(list[str], failure.attributes["running"])))
+        return sorted(running)
 
     def _carry_out(self, name: str, *arguments: Any) -> list[Answer]:
         with self._asking:
             self.raise_if_failed()
             with self._failing_if_late():
-                number = self._loop.run(name, *arguments)
+                number = self._loop.command(name, *arguments)
             with self._asking_after(number):
                 self.step = f"command {name}"
                 try:
@@ -765,10 +781,14 @@ def gather(scheduler: Scheduler, loop: LeadingLoop) -> SchedulerMemory:
     """On the first rank, return the memory of all; raise MemsaverError if one does not ``join`` in ``CONNECT_S``. The
     first rank of each further replica has a second connection, with a number after those of all ranks."""
     ranks, replicas = scheduler.ranks, scheduler.replicas
-    listener = Listener(ranks + replicas.count - 1, first=0, folder=replicas.folder)
+    listener: Listener | RemoteListener
+    if scheduler.host:
+        listener = RemoteListener(ranks, scheduler.host, key())
+    else:
+        listener = Listener(ranks + replicas.count - 1, first=0, folder=replicas.folder)
     _shared(scheduler.group, listener.path)
     _answer(scheduler, loop, listener.path)
-    connections = listener.accept(CONNECT_S)
+    connections: Sequence[Any] = listener.accept(CONNECT_S)
     if replicas.count > 1:
         others = SocketChannel(None, connections[ranks:])
 
@@ -778,6 +798,12 @@ def gather(scheduler: Scheduler, loop: LeadingLoop) -> SchedulerMemory:
 
         loop.relay = relay
     return SchedulerMemory(loop, SocketChannel(None, connections[:ranks]))
+
+
+def key() -> bytes:
+    """Return the key by which ranks on several hosts know each other; empty if there is none."""
+    found = Settings().api_key
+    return found.get_secret_value().encode() if found is not None else b""
 
 
 def join(scheduler: Scheduler) -> None:
@@ -809,7 +835,7 @@ def _answer(scheduler: Scheduler, loop: EventLoop, path: str) -> None:
     def run() -> None:
         if device is not None:
             torch.cuda.set_device(device)
-        serve(path, scheduler.rank, rank.answer, CONNECT_S)
+        serve(path, scheduler.rank, rank.answer, CONNECT_S, key())
 
     threading.Thread(target=run, name="memsaver-rank", daemon=True).start()
     if ms.core_settings().prepare_backup:

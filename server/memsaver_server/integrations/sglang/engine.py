@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from memsaver_core.contract.errors import DrainTimeoutError, MemsaverError, NotResidentError, UnsupportedError
 from memsaver_core.contract.requests import DrainMode
@@ -46,7 +47,6 @@ MESSAGES = (
     "UpdateWeightsFromTensorReqInput", "UpdateWeightsFromTensorReqOutput",
 )  # fmt: skip
 
-_OWN = "release by SGLang's own /release_memory_occupation"
 _LOCAL = "--enable-dp-attention-local-control-broadcast"
 _HIERARCHICAL_CACHE = (
     "SGLang's hierarchical cache is in use, with which a hibernated server has hung as it woke up; start it without "
@@ -57,6 +57,8 @@ _HIERARCHICAL_CACHE = (
 CLOSED = "memsaver"
 #: How long a flush waits for requests that are about to end, or that a pause before it is setting aside, seconds.
 SETTLING_S = 1.0
+#: What a disaggregated scheduler has for transfers of pages.
+QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue", "disagg_decode_transfer_queue")
 #: Requests that read weights. The methods of ``RpcReqInput`` that save the model do so, too.
 READS = ("CheckWeightsReqInput", "GetWeightsByNameReqInput", "SendWeightsToRemoteInstanceReqInput")
 #: What comes before and after the requests of an update, from 0.5.21 on.
@@ -81,6 +83,7 @@ class SglangScheduler(base.Scheduler):
         self._limit: PageLimit | None = None  # once somebody has asked for it
         self.admission = Admission(own, self._messages)
         self._is_first = False
+        self._deregistered: list[Any] = []  # queues of transfers
 
     @property
     def group(self) -> base.SchedulerGroup:
@@ -99,6 +102,12 @@ class SglangScheduler(base.Scheduler):
         if parallel.dp_size == 1 or self._several_attend:
             return base.Replicas()
         return base.Replicas(parallel.dp_rank, parallel.dp_size, os.environ.get(REPLICAS, ""))
+
+    @property
+    def host(self) -> str:
+        settings = self.own.server_args
+        several = getattr(settings, "nnodes", 1) > 1 and self.group.world_size > 1
+        return urlsplit(f"//{settings.dist_init_addr}").hostname or "" if several else ""
 
     @property
     def several_receive(self) -> bool:
@@ -125,14 +134,14 @@ class SglangScheduler(base.Scheduler):
             yield "its ranks come and go; start it without --elastic-ep-backend"
         if self.replicas.count > 1 and not self.replicas.folder:
             yield f"its replicas cannot find each other: {REPLICAS} is not set; start them by SGLang's own server"
-        if own.world_group.world_size > 1 and getattr(own.server_args, "nnodes", 1) > 1:
-            yield f"its ranks are on several hosts; {_OWN}"
-        if getattr(own, "mm_receiver", None) is not None:
-            yield "it waits for embeddings of another engine's encoder (--language-only), out of the service's sight"
+        if self.host and not base.key():
+            yield "its ranks are on several hosts; set MEMSAVER_API_KEY, the same on each of them"
         if getattr(own.server_args, "weight_cache_mode", "off") != "off":
             yield "its weights are in the memory of SGLang's weight cache; start it with --weight-cache-mode off"
-        if (mode := getattr(own.disaggregation_mode, "value", own.disaggregation_mode)) != "null":
-            yield f"it is the {mode} side of a disaggregated engine"
+        if self._transferring and not hasattr(self._transferring[0].kv_manager, "deregister_buffer_to_engine"):
+            backend = getattr(own.server_args, "disaggregation_transfer_backend", "")
+            if backend != "fake":
+                yield f"{backend} cannot let go of the cache's memory; start it with another transfer backend"
         if getattr(own, "rust_server", None) is not None:
             yield "requests reach it by SGLang's Rust server; unset SGLANG_RUST_SERVER"
 
@@ -158,6 +167,9 @@ class SglangScheduler(base.Scheduler):
             updater.flush_cache = self._flush_after_update
         if getattr(own.server_args, "enable_hierarchical_cache", False):
             register_check(lambda: [_HIERARCHICAL_CACHE])
+        backend = getattr(own.server_args, "disaggregation_transfer_backend", "")
+        if self.disaggregated and backend != "fake":
+            register_check(lambda: [f"{backend} holds memory of the device for transfers to other engines"])
 
     def lead(self, loop: base.LeadingLoop) -> base.IdleRest:
         receiver = self.own.request_receiver
@@ -210,6 +222,9 @@ class SglangScheduler(base.Scheduler):
     def open(self) -> None:
         if not self._is_first:
             self.admission.open()
+        for queue in self._deregistered:
+            queue.resume_memory_occupation()
+        self._deregistered = []
         self._released_tags.discard(CLOSED)
 
     @property
@@ -222,6 +237,24 @@ class SglangScheduler(base.Scheduler):
         """Answer one of SGLang's own calls: it awaits an answer of each rank that receives requests."""
         self.own.ipc_channels.send_to_tokenizer.send_output(output, request)
 
+    @property
+    def disaggregated(self) -> bool:
+        """Whether it only prefills, or only decodes. Pages then go to, or come from, another engine."""
+        mode = self.own.disaggregation_mode
+        return bool(getattr(mode, "value", mode) != "null")
+
+    @property
+    def _transferring(self) -> list[Any]:
+        """The queues of requests whose pages are sent or received. The first has ``kv_manager``, which transfers."""
+        return [queue for name in QUEUES if (queue := getattr(self.own, name, None)) is not None]
+
+    def save_buffers(self) -> None:
+        """See ``Scheduler``. Also has the cache's memory deregistered, as SGLang's own release does."""
+        super().save_buffers()
+        for queue in self._transferring:
+            queue.release_memory_occupation()
+        self._deregistered = self._transferring
+
     def is_ending(self) -> bool:
         return bool(self.own.gracefully_exit)
 
@@ -229,14 +262,23 @@ class SglangScheduler(base.Scheduler):
         """Return whether no request runs, no paused one holds a part of the cache, and no part is being copied."""
         own = self.own
         idle = own.is_fully_idle() or (
-            own._engine_paused and own.running_batch.is_empty() and own.last_batch is None and own.chunked_req is None
+            own._engine_paused
+            and not self.disaggregated
+            and own.running_batch.is_empty()
+            and own.last_batch is None
+            and own.chunked_req is None
         )
-        return bool(idle) and not self._looks_at_copies()
+        return bool(idle) and not self._looks_at_copies() and not self._embedding()
 
     def has_nothing_to_do(self) -> bool:
         """See ``Scheduler``. It is cheap while requests run."""
         idle = self.own._engine_paused or (self.own.running_batch.is_empty() and self.own.is_fully_idle())
-        return bool(idle) and not self._looks_at_copies() and not self.admission.has_held_too_long
+        waits = self._looks_at_copies() or self._embedding() or self.admission.has_held_too_long
+        return bool(idle) and not waits
+
+    def _embedding(self) -> list[str]:
+        """Return the requests that wait for embeddings of another engine's encoder (``--language-only``)."""
+        return [each.rid for each in list(getattr(getattr(self.own, "mm_receiver", None), "waiting_list", ()))]
 
     def _looks_at_copies(self) -> bool:
         """Return whether the event loop waits for copies of the hierarchical cache. Unless paused it waits with the
@@ -246,8 +288,12 @@ class SglangScheduler(base.Scheduler):
         return not self.own._engine_paused and bool(under_way)
 
     def in_flight(self) -> list[str]:
+        queues: list[Iterable[Any]] = [getattr(queue, "queue", queue) for queue in self._transferring]
+        queues.append(getattr(self.own, "disagg_prefill_inflight_queue", None) or ())
+        transferred = [getattr(each, "req", each).rid for queue in queues for each in list(queue)]
         running = sorted({request.rid for request in self.running()})
-        return [*running, *(request.rid for request in list(self.own.waiting_queue) if request.rid not in running)]
+        waiting = [request.rid for request in list(self.own.waiting_queue)]
+        return list(dict.fromkeys([*running, *waiting, *transferred, *self._embedding()]))
 
     def running(self) -> Iterable[Any]:
         """Return the requests in the batches in progress."""
@@ -350,12 +396,10 @@ class SglangEngine(LimitedPages, base.LoopEngine):
 
     def close_admission(self, reason: str, *, hold: int = 0) -> None:
         self._admission.close(reason, hold)
-        if self.scheduler.several_receive:
-            self.post("close", reason, hold)
+        self.post("close", reason, hold)
 
     def open_admission(self) -> None:
-        if self.scheduler.several_receive:
-            self.post("open")
+        self.post("open")
         self._admission.open()
         self.submit(self._opened)
 
@@ -364,6 +408,11 @@ class SglangEngine(LimitedPages, base.LoopEngine):
         back to SGLang's waiting queue, and are computed again from their tokens; so are, in any mode, those that SGLang
         has paused in place, which cannot be aborted. Raises UnsupportedError for ``keep`` with pipeline parallelism."""
         check_drain_mode(mode)
+        if mode == "keep" and self.scheduler.disaggregated:
+            raise UnsupportedError(
+                "a disaggregated engine cannot set requests aside: their pages are another engine's, too; release with "
+                "the mode wait or abort"
+            )
         if mode == "keep" and self.scheduler.parallel.pp_size > 1:
             raise UnsupportedError(
                 "SGLang cannot set requests aside with pipeline parallelism: its pause reaches one of the batches in "
@@ -386,6 +435,8 @@ class SglangEngine(LimitedPages, base.LoopEngine):
         UnsupportedError if the engine generates no tokens, MemsaverError if it takes longer than ``VERIFICATION_S``."""
         if not getattr(self._own, "is_generation", True):
             raise UnsupportedError("the engine generates no tokens (an embedding model); leave 'verify' out")
+        if self.scheduler.disaggregated:
+            raise UnsupportedError("a disaggregated engine computes no request by itself; leave 'verify' out")
         prompt = VerificationPrompt(self._own)
         try:
             self.run_on_all("set_aside")
@@ -404,6 +455,8 @@ class SglangEngine(LimitedPages, base.LoopEngine):
     # Methods of ``LimitedPages``.
 
     def ask_pages(self, name: str, *arguments: Any) -> dict[str, Any]:
+        if self.scheduler.disaggregated:
+            return {"obstacle": "other engines write its pages (--disaggregation-mode)"}
         if self.scheduler.several_receive:
             return {"obstacle": "its replicas use different pages of their caches (--dp, --enable-dp-attention)"}
         if reason := obstacle(self._own, self.scheduler.parallel.pp_size, self.scheduler.pools()):

@@ -1,0 +1,145 @@
+"""Real SGLang servers whose requests are received by several ranks, or whose ranks are on several hosts: all ranks are
+released together, or none."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from tests.engine_server import free_port, prompts
+from tests.waiting import wait_until
+
+from . import checkpoint
+from .conftest import Start
+from .server import ANSWER_S, Server
+from .test_ranks import CORES
+
+#: By name: the arguments, the model, and what happens to requests while memory is released.
+SHAPES = {
+    "attention": (("--tp", "2", "--dp", "2", "--enable-dp-attention"), checkpoint.QWEN3, "refuse"),
+    "replicas": (("--tp", "2", "--dp", "2"), checkpoint.QWEN, "queue"),
+}
+
+
+@pytest.fixture(scope="module", params=list(SHAPES))
+def served(request: pytest.FixtureRequest, start: Start, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    arguments, config, while_released = SHAPES[request.param]
+    return start(
+        *(*arguments, "--enable-weights-cpu-backup", "--log-requests"),
+        model=checkpoint.write(tmp_path_factory.mktemp("model"), config=config),
+        SGLANG_CPU_OMP_THREADS_BIND=CORES,
+        MEMSAVER_WHILE_RELEASED=while_released,
+    )
+
+
+def answers(server: Server, length: int = 16) -> list[list[int]]:
+    """The tokens after four prompts, which SGLang gives to the ranks in turn."""
+    return [server.generate(length, prompt) for prompt in prompts(4)]
+
+
+def attends(server: Server) -> bool:
+    return "--enable-dp-attention" in server.command
+
+
+def test_all_release_and_resume(server: Server) -> None:
+    server.check_cycles(lambda: answers(server))
+    ranks = server.get("/memory_occupation").json()["ranks"]
+    assert [each["rank"] for each in ranks] == list(range(2 if attends(server) else 4))
+    assert {each["pid"] for each in ranks} == {each.pid for each in server.schedulers()}
+
+
+def test_requests_in_flight_on_all_end_first(server: Server) -> None:
+    expected = answers(server, 100)
+    running = server.in_background(4, 100)
+    server.own("/release_memory_occupation")
+    assert [each.result(ANSWER_S) for each in running] == expected
+    assert server.http.get(server.url + "/health_generate").status_code == 200
+    if attends(server):
+        assert [server.request().status_code for _ in range(2)] == [503, 503]
+        server.own("/resume_memory_occupation")
+    else:
+        seen = server.output().count("Receive: obj=")
+        held = [server.later(server.generate, 100, prompt) for prompt in prompts(4)]
+        wait_until(lambda: server.output().count("Receive: obj=") == seen + 4)
+        server.own("/resume_memory_occupation")
+        assert [each.result(ANSWER_S) for each in held] == expected
+    assert answers(server, 100) == expected
+
+
+def test_a_release_names_what_runs_on_all_and_sets_it_aside(server: Server) -> None:
+    expected = [server.generate(2000, prompt) for prompt in prompts(2)]
+    running = server.in_background(2, 2000)
+    held_up = server.service("/release_memory_occupation", {"timeout_s": 0.1}, status=504)
+    assert len(held_up["error"]["pending"]) == 2
+    assert set(server.tags().values()) == {"resident"}
+    server.service("/release_memory_occupation", {"mode": "keep"})
+    server.own("/flush_cache")
+    server.service("/resume_memory_occupation")
+    assert [each.result(ANSWER_S) for each in running] == expected
+
+
+def test_updates_of_discarded_weights(server: Server) -> None:
+    expected = answers(server)
+    server.service("/release_memory_occupation", {"restore": {"weights": "discard"}})
+    server.own("/resume_memory_occupation", {"tags": ["weights"]})
+    server.write_weights()
+    server.own("/resume_memory_occupation")
+    assert answers(server) == expected
+
+
+def test_all_hibernate(server: Server) -> None:
+    expected = answers(server)
+    for _ in range(2):
+        server.service("/release_memory_occupation", {"hibernate": True, "verify": "token"})
+        assert server.get("/memory_occupation").json()["hibernated"] is True
+        server.service("/resume_memory_occupation", {"verify": "token"})
+        assert answers(server) == expected
+
+
+def test_their_caches_keep_their_size(server: Server) -> None:
+    refused = server.service("/kv_cache", {"fraction": 0.5}, status=409)
+    assert "use different pages" in refused["message"]
+
+
+def test_the_death_of_one_is_the_end_of_all(served: Server) -> None:
+    """SGLang by itself does not notice that of a replica's."""
+    served.service("/release_memory_occupation")
+    victim = served.get("/memory_occupation").json()["ranks"][-1]["pid"]
+    os.kill(victim, signal.SIGKILL)
+    if attends(served):
+        wait_until(lambda: served.process.poll() is not None, ANSWER_S)
+    else:
+        wait_until(lambda: served.get("/livez").status_code == 503)
+        assert f"(process {victim}) has ended" in served.get("/readyz").json()["reason"]
+
+
+def test_ranks_on_two_hosts(start: Start) -> None:
+    """Both are this one; the ranks reach each other as on others, by TCP with the key."""
+    key = "a key of both hosts"
+    both = ("--tp", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}", "--enable-weights-cpu-backup")
+    environment = {"MEMSAVER_API_KEY": key, "SGLANG_CPU_OMP_THREADS_BIND": CORES}
+    server, other = (start(*both, "--node-rank", rank, wait=False, **environment) for rank in ("0", "1"))
+    server.http.headers["Authorization"] = f"Bearer {key}"
+    server.wait_until_up()
+    server.check_cycles(lambda: answers(server))
+    ranks = server.get("/memory_occupation").json()["ranks"]
+    assert {each["pid"] for each in ranks} == {each.pid for host in (server, other) for each in host.schedulers()}
+    expected = [server.generate(100, prompt) for prompt in prompts(2)]
+    running = server.in_background(2, 100)
+    server.service("/release_memory_occupation", {"hibernate": True, "mode": "keep"})
+    server.service("/resume_memory_occupation")
+    assert [each.result(ANSWER_S) for each in running] == expected
+    assert any(each.laddr.ip == "127.0.0.1" for each in psutil.Process(ranks[0]["pid"]).net_connections("tcp"))
+
+
+def test_a_prefill_and_a_decode_server(start: Start) -> None:
+    """With SGLang's backend that transfers nothing: each prefills or decodes what a client asks for."""
+    for mode in ("prefill", "decode"):
+        server = start(
+            *("--disaggregation-mode", mode, "--disaggregation-transfer-backend", "fake"),
+            "--enable-weights-cpu-backup",
+        )
+        assert server.tags()
