@@ -3,7 +3,9 @@ released together, or none."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import signal
 
 import psutil
@@ -136,10 +138,49 @@ def test_ranks_on_two_hosts(start: Start) -> None:
 
 
 def test_a_prefill_and_a_decode_server(start: Start) -> None:
-    """With SGLang's backend that transfers nothing: each prefills or decodes what a client asks for."""
-    for mode in ("prefill", "decode"):
-        server = start(
-            *("--disaggregation-mode", mode, "--disaggregation-transfer-backend", "fake"),
-            "--enable-weights-cpu-backup",
-        )
-        assert server.tags()
+    """Each is released by itself, once its transfers have ended."""
+    bootstrap = free_port()
+    mooncake = ("--disaggregation-transfer-backend", "mooncake", "--disaggregation-bootstrap-port", str(bootstrap))
+    sides = [
+        start("--disaggregation-mode", mode, *mooncake, "--enable-weights-cpu-backup", MC_FORCE_TCP="1")
+        for mode in ("prefill", "decode")
+    ]
+    prefill, decode = sides
+    rooms = itertools.count(1)
+
+    def generate(length: int = 16) -> list[int]:
+        """As a router: both get the request."""
+        room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap, "bootstrap_room": next(rooms)}
+        first = prefill.later(lambda: prefill.generate(length, **room))
+        tokens = decode.generate(length, **room)
+        first.result(ANSWER_S)
+        return tokens
+
+    expected = generate()
+    for side in sides:
+        side.check_cycles(generate)
+        registered = re.findall(r"transfer engine: (\d+) ranges registered", side.output())
+        assert registered[-2] == "0"
+        assert registered[-1] == registered[-3] != "0"
+
+    running = decode.later(generate, 1000)
+    wait_until(lambda: "Decode batch" in decode.output().rpartition("transfer engine:")[2])
+    for side in sides:
+        side.service("/release_memory_occupation")
+    assert running.result(ANSWER_S)[:16] == expected
+    for side in sides:
+        side.service("/resume_memory_occupation")
+        for body, why in (({"mode": "keep"}, "another engine's, too"), ({"hibernate": True}, "mooncake holds memory")):
+            assert why in side.service("/release_memory_occupation", body, status=409)["message"]
+    assert generate() == expected
+
+
+def test_a_decode_server_that_hibernates(start: Start) -> None:
+    """With SGLang's backend that transfers nothing it computes with pages that nobody has written."""
+    backend = ("--disaggregation-transfer-backend", "fake", "--enable-weights-cpu-backup")
+    server = start("--disaggregation-mode", "decode", *backend)
+    assert len(server.generate(bootstrap_host="2.2.2.2", bootstrap_room=1)) == 16
+    server.service("/release_memory_occupation", {"hibernate": True})
+    assert server.get("/memory_occupation").json()["hibernated"] is True
+    server.service("/resume_memory_occupation")
+    assert len(server.generate(bootstrap_host="2.2.2.2", bootstrap_room=2)) == 16

@@ -729,7 +729,7 @@ class SchedulerMemory(RankMemory):
         self.check(self._carry_out(name, *arguments))
 
     def in_flight(self) -> list[str]:
-        """Return the requests that are in flight on some rank, each in an iteration of its own from now on."""
+        """Return the requests that are in flight on some rank, each in a separate iteration from now on."""
         answers = self._carry_out("check_still")
         running: set[str] = set()
         for failure in (each.failure for each in answers if each.failure is not None):
