@@ -480,9 +480,15 @@ def test_other_schedulers_that_cannot_be_served(make: type[standin.Scheduler], m
     with pytest.raises(ConfigurationError, match="on several hosts; set MEMSAVER_API_KEY"):
         plugin.attach(scheduler)
     monkeypatch.setenv("MEMSAVER_API_KEY", "a key of both hosts")
-    with pytest.raises(ConfigurationError, match=r"cannot be awaited at 192\.0\.2\.1"):
-        plugin.attach(scheduler)
+    SglangScheduler(scheduler).check()
     monkeypatch.delenv("MEMSAVER_API_KEY")
+    scheduler = make(dp_size=2, attn_dp_size=2)
+    del scheduler.ps  # as from 0.5.21 on, where these are two options
+    context = SimpleNamespace(get_parallel=lambda: scheduler.request_receiver.ps)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="either --dp or --attn-dp-size"):
+        plugin.attach(scheduler)
+    monkeypatch.delitem(sys.modules, "sglang.srt.runtime_context")
     for option, value in (("enable_dp_attention_local_control_broadcast", True), ("elastic_ep_backend", "nixl")):
         scheduler = make()
         setattr(scheduler.server_args, option, value)

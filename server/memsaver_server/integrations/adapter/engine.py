@@ -167,18 +167,17 @@ class Scheduler(ABC):
         """Return the names that memsaver needs and that this version of the engine lacks."""
 
     @abstractmethod
-    def obstacles(self, service: bool) -> Iterator[str]:
-        """Yield the reasons why it cannot be served; ``service``: see ``check``."""
+    def obstacles(self) -> Iterator[str]:
+        """Yield the reasons why it cannot be served."""
 
-    def check(self, *, service: bool = False) -> None:
-        """Raise ConfigurationError, with the reason, if this scheduler cannot be served. With ``service``, a service is
-        to release the engine's memory; else only the engine's own calls do."""
+    def check(self) -> None:
+        """Raise ConfigurationError, with the reason, if this scheduler cannot be served."""
         if missing := self.missing():
             raise ConfigurationError(
                 f"this version of {self.engine} cannot be served: it has no {', '.join(missing)}; "
                 f"docs/{self.engine.lower()}.md lists versions that can"
             )
-        for problem in self.obstacles(service):
+        for problem in self.obstacles():
             raise ConfigurationError(f"{self.engine}'s scheduler cannot be served: {problem}")
 
     @abstractmethod
@@ -581,18 +580,20 @@ class LoopEngine(LeadingLoop, Engine):
             if not done.done():
                 raise DrainTimeoutError(timeout_s, self.in_flight())
         if several:
-            self._when_all_are_still(deadline, given_up, lambda: self.is_done(self.submit(undo), ITERATION_S))
+            if running := self._wait_for_all(deadline, given_up):
+                self.is_done(self.submit(undo), ITERATION_S)
+                raise DrainTimeoutError(timeout_s, running)
             then()
 
-    def _when_all_are_still(self, deadline: float, given_up: Callable[[], bool], undo: Callable[[], object]) -> None:
-        """Return once no request is in flight on any rank. One whose admission is closed stays without any."""
-        began = time.monotonic()
+    def _wait_for_all(self, deadline: float, given_up: Callable[[], bool]) -> list[str]:
+        """Return the requests in flight on all ranks once there are none, or at the deadline. A rank whose admission is
+        closed stays without any."""
+        running: list[str] = []
         for wait_s in waits(deadline, given_up, time.monotonic):
             self.is_done(Future(), wait_s)
             if not (running := self.in_flight()):
-                return
-        undo()
-        raise DrainTimeoutError(time.monotonic() - began, running)
+                break
+        return running
 
     # In the scheduler's thread.
 
@@ -782,10 +783,14 @@ def gather(scheduler: Scheduler, loop: LeadingLoop) -> SchedulerMemory:
     first rank of each further replica has a second connection, with a number after those of all ranks."""
     ranks, replicas = scheduler.ranks, scheduler.replicas
     listener: Listener | RemoteListener
-    if scheduler.host:
-        listener = RemoteListener(ranks, scheduler.host, key())
-    else:
-        listener = Listener(ranks + replicas.count - 1, first=0, folder=replicas.folder)
+    try:
+        if scheduler.host:
+            listener = RemoteListener(ranks, scheduler.host, key())
+        else:
+            listener = Listener(ranks + replicas.count - 1, first=0, folder=replicas.folder)
+    except Exception:
+        _shared(scheduler.group, "")  # the others wait for it
+        raise
     _shared(scheduler.group, listener.path)
     _answer(scheduler, loop, listener.path)
     connections: Sequence[Any] = listener.accept(CONNECT_S)
@@ -809,7 +814,8 @@ def key() -> bytes:
 def join(scheduler: Scheduler) -> None:
     """Have ``scheduler`` do what the first rank, in another process, sends, until that closes the connection."""
     replicas = scheduler.replicas
-    path = _shared(scheduler.group, path_in(replicas.folder))
+    if not (path := _shared(scheduler.group, path_in(replicas.folder))):
+        raise ConfigurationError("the engine's first rank cannot be reached; its log says why")
     if not (replicas.number and scheduler.group.rank_in_group == 0):
         _answer(scheduler, EventLoop(scheduler), path)
         return

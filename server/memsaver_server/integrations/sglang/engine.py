@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import sys
 import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,7 +48,6 @@ MESSAGES = (
     "UpdateWeightsFromTensorReqInput", "UpdateWeightsFromTensorReqOutput",
 )  # fmt: skip
 
-_LOCAL = "--enable-dp-attention-local-control-broadcast"
 _HIERARCHICAL_CACHE = (
     "SGLang's hierarchical cache is in use, with which a hibernated server has hung as it woke up; start it without "
     "--enable-hierarchical-cache"
@@ -57,6 +57,8 @@ _HIERARCHICAL_CACHE = (
 CLOSED = "memsaver"
 #: How long a flush waits for requests that are about to end, or that a pause before it is setting aside, seconds.
 SETTLING_S = 1.0
+#: SGLang's option that each group of ranks with data-parallel attention receives commands by itself.
+LOCAL = "enable_dp_attention_local_control_broadcast"
 #: What a disaggregated scheduler has for transfers of pages.
 QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue", "disagg_decode_transfer_queue")
 #: Requests that read weights. The methods of ``RpcReqInput`` that save the model do so, too.
@@ -125,13 +127,16 @@ class SglangScheduler(base.Scheduler):
             *base.lacking(messages(), MESSAGES, "io_struct"),
         ]
 
-    def obstacles(self, service: bool) -> Iterator[str]:
+    def obstacles(self) -> Iterator[str]:
         own, adapter = self.own, self.own.memory_saver_adapter
         yield from base.memory_obstacles(adapter.enabled, type(adapter).__module__)
-        if getattr(own.server_args, "enable_dp_attention_local_control_broadcast", False):
-            yield "its ranks do not receive commands together; start it without " + _LOCAL
+        context = sys.modules.get("sglang.srt.runtime_context")  # which SGLang's models may change
+        if any(getattr(each, LOCAL, False) for each in (own.server_args, context and context.get_parallel())):
+            yield f"its ranks do not receive commands together; start it without --{LOCAL.replace('_', '-')}"
         if getattr(own.server_args, "elastic_ep_backend", None) is not None:
             yield "its ranks come and go; start it without --elastic-ep-backend"
+        if not hasattr(own, "ps") and self._several_attend and self.parallel.dp_size > 1:
+            yield "its replicas have data-parallel attention each; start it with either --dp or --attn-dp-size"
         if self.replicas.count > 1 and not self.replicas.folder:
             yield f"its replicas cannot find each other: {REPLICAS} is not set; start them by SGLang's own server"
         if self.host and not base.key():
@@ -251,9 +256,10 @@ class SglangScheduler(base.Scheduler):
     def save_buffers(self) -> None:
         """See ``Scheduler``. Also has the cache's memory deregistered, as SGLang's own release does."""
         super().save_buffers()
-        for queue in self._transferring:
-            queue.release_memory_occupation()
-        self._deregistered = self._transferring
+        if not self._deregistered:
+            self._deregistered = self._transferring
+            for queue in self._deregistered:
+                queue.release_memory_occupation()
 
     def is_ending(self) -> bool:
         return bool(self.own.gracefully_exit)
