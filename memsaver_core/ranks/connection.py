@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 from memsaver_core.ranks import remote
 from memsaver_core.ranks.protocol import Plain
@@ -83,10 +83,10 @@ def serve(path: str, rank: int, answer: Callable[[Plain], Plain | None], wait_s:
     """Connect to the service at ``path`` as ``rank``, and answer messages until it ends; None is no answer. Raises
     OSError if the service cannot be reached; ``wait_s`` and ``key``: see both ``connect``."""
     connected = remote.connect(path, rank, key) if path.startswith(remote.SCHEME) else connect(path, rank, wait_s)
-    with connected as connection, connection.makefile("r") as messages:
+    with closing(connected), closing(connected.makefile("r")) as messages:
         for line in messages:
             if (reply := answer(json.loads(line))) is not None:
-                connection.sendall(json.dumps(reply).encode() + b"\n")
+                connected.sendall(json.dumps(reply).encode() + b"\n")
 
 
 @contextmanager

@@ -117,12 +117,6 @@ class KeyedConnection:
     def __iter__(self) -> Iterator[str]:
         return iter(self.readline, "")
 
-    def __enter__(self) -> KeyedConnection:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _code(self, direction: bytes, number: int, line: bytes) -> bytes:
         return _code(self._session, direction, struct.pack("!Q", number), line)
 

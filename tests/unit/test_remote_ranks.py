@@ -93,7 +93,7 @@ def test_who_does_not_know_the_key_is_refused(
                 stranger.sendall(content)
         wait_until(lambda: len(refused()) == 5)
         monkeypatch.setattr(remote, "PROOF_S", 600)
-        with remote.connect(listener.path, 0, KEY):
+        with closing(remote.connect(listener.path, 0, KEY)):
             (connection,) = accepted.result()
             connection.close()
         silent.close()
@@ -121,7 +121,7 @@ def test_a_message_that_was_altered_is_not_carried_out(byte: int) -> None:
     listener = remote.RemoteListener(1, "127.0.0.1", KEY)
     with ThreadPoolExecutor(1) as pool, through(listener) as (path, _, alter):
         accepted = pool.submit(listener.accept, 600)
-        with remote.connect(path, 0, KEY) as rank:
+        with closing(remote.connect(path, 0, KEY)) as rank:
             (service,) = accepted.result()
             service.sendall(b"first\n")
             assert rank.readline() == "first\n"
@@ -136,7 +136,7 @@ def test_a_message_that_is_repeated_is_not_carried_out() -> None:
     listener = remote.RemoteListener(1, "127.0.0.1", KEY)
     with ThreadPoolExecutor(1) as pool, through(listener) as (path, heard, _):
         accepted = pool.submit(listener.accept, 600)
-        with remote.connect(path, 0, KEY) as rank:
+        with closing(remote.connect(path, 0, KEY)) as rank:
             (service,) = accepted.result()
             service.sendall(b"release\n")
             assert rank.readline() == "release\n"
@@ -150,7 +150,7 @@ def test_no_more_is_read_than_a_message_may_have(monkeypatch: pytest.MonkeyPatch
     listener = remote.RemoteListener(1, "127.0.0.1", KEY)
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(listener.accept, 600)
-        with remote.connect(listener.path, 0, KEY) as rank:
+        with closing(remote.connect(listener.path, 0, KEY)) as rank:
             (service,) = accepted.result()
             service._connection.sendall(struct.pack("!I32s", (64 << 20) + 1, bytes(32)))
             with pytest.raises(ConnectionError, match="too long"):

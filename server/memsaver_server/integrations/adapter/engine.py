@@ -514,9 +514,7 @@ class LoopEngine(LeadingLoop, Engine):
         #: Has every rank carry out a command; raises what it raised on any of them.
         self.run_on_all: Callable[..., object] = (several or self).run
         #: Returns the requests in flight on all ranks.
-        self.in_flight: Callable[[], list[str]] = scheduler.in_flight
-        if several is not None and scheduler.several_receive:
-            self.in_flight = several.in_flight
+        self.in_flight = several.in_flight if several and scheduler.several_receive else scheduler.in_flight
         self._waiting: list[tuple[Future[None], Callable[[], None]]] = []  # used in the scheduler's thread alone
         self._flush_at_repair = False
         self.unwritten_weights: tuple[str, ...] = ()

@@ -85,6 +85,7 @@ class SglangScheduler(base.Scheduler):
         self._limit: PageLimit | None = None  # once somebody has asked for it
         self.admission = Admission(own, self._messages)
         self._is_first = False
+        self._released_tags: set[str] = set()  # SGLang's list, see CLOSED
         self._deregistered: list[Any] = []  # queues of transfers
 
     @property
@@ -170,6 +171,7 @@ class SglangScheduler(base.Scheduler):
         own.process_input_requests = lambda received: loop.process(received or (), process)
         if (updater := getattr(own, "weight_updater", None)) is not None:
             updater.flush_cache = self._flush_after_update
+            self._released_tags = getattr(updater, "offload_tags", set())
         if getattr(own.server_args, "enable_hierarchical_cache", False):
             register_check(lambda: [_HIERARCHICAL_CACHE])
         backend = getattr(own.server_args, "disaggregation_transfer_backend", "")
@@ -231,12 +233,6 @@ class SglangScheduler(base.Scheduler):
             queue.resume_memory_occupation()
         self._deregistered = []
         self._released_tags.discard(CLOSED)
-
-    @property
-    def _released_tags(self) -> set[str]:
-        """The list in SGLang's scheduler, see ``CLOSED``. With other than data-parallel attention nobody reads it."""
-        tags: set[str] = getattr(getattr(self.own, "weight_updater", None), "offload_tags", set())
-        return tags
 
     def answer(self, output: Any, request: Any) -> None:
         """Answer one of SGLang's own calls: it awaits an answer of each rank that receives requests."""
