@@ -7,8 +7,10 @@ import itertools
 import os
 import re
 import signal
+from contextlib import suppress
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -108,15 +110,18 @@ def test_their_caches_keep_their_size(server: Server) -> None:
 
 
 def test_the_death_of_one_is_the_end_of_all(served: Server) -> None:
-    """SGLang by itself does not notice that of a replica's."""
+    """By SGLang, also if it is one of another replica; nothing hangs, and nobody reads that all is well."""
     served.service("/release_memory_occupation")
     victim = served.get("/memory_occupation").json()["ranks"][-1]["pid"]
     os.kill(victim, signal.SIGKILL)
-    if attends(served):
-        wait_until(lambda: served.process.poll() is not None, ANSWER_S)
-    else:
-        wait_until(lambda: served.get("/livez").status_code == 503)
-        assert f"(process {victim}) has ended" in served.get("/readyz").json()["reason"]
+
+    def has_ended() -> bool:
+        with suppress(httpx.TransportError):
+            said = served.get("/readyz").json()["reason"]
+            assert "has ended" in said or "released" in said
+        return served.process.poll() is not None
+
+    wait_until(has_ended, ANSWER_S)  # it may first look for dumps for a minute
 
 
 def test_ranks_on_two_hosts(start: Start) -> None:
