@@ -401,7 +401,11 @@ class SglangEngine(LimitedPages, base.LoopEngine):
         self.post("close", reason, hold)
 
     def open_admission(self) -> None:
-        self.post("open")
+        if self.scheduler.several_receive:  # a client whose resume is answered is not refused by another rank
+            with suppress(MemsaverError):  # the ranks have failed: their watch reports it
+                self.run_on_all("open")
+        else:
+            self.post("open")
         self._admission.open()
         self.submit(self._opened)
 
