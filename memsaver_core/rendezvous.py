@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -18,15 +19,29 @@ from memsaver_core.contract.errors import MemsaverError
 _T = TypeVar("_T")
 
 
+#: What the names of listeners' folders begin with.
+FOLDER = "memsaver-ranks-"
+#: How often a rank tries to connect to a listener that is not there yet, seconds.
+RETRY_S = 0.05
+
+
+def path_in(folder: str) -> str:
+    """Return the path of the socket of the listener with ``folder``."""
+    return str(Path(folder) / "socket")
+
+
 class Listener:
     """Takes the connections of ranks ``first`` to ``ranks - 1``, at a socket that only this user can reach. Its
     ``path`` is to be given to the ranks; ``ranks`` may be set until ``accept``."""
 
-    def __init__(self, ranks: int = 0, first: int = 1) -> None:
+    def __init__(self, ranks: int = 0, first: int = 1, folder: str = "") -> None:
+        """``folder`` must not exist; without it, a new one is made."""
         self.ranks = ranks
         self._first = first
-        self._folder = tempfile.mkdtemp(prefix="memsaver-ranks-")  # mode 0700
-        self.path = str(Path(self._folder) / "socket")
+        if folder:
+            os.mkdir(folder, mode=0o700)
+        self._folder = folder or tempfile.mkdtemp(prefix=FOLDER)  # mode 0700
+        self.path = path_in(self._folder)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(self.path)
         os.chmod(self.path, 0o600)
@@ -66,11 +81,18 @@ class Listener:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def connect(path: str, rank: int) -> socket.socket:
-    """Return a connection of ``rank`` to the ``Listener`` at ``path``; raise OSError if it cannot be reached."""
+def connect(path: str, rank: int, wait_s: float = 0) -> socket.socket:
+    """Return a connection of ``rank`` to the ``Listener`` at ``path``, which is there after ``wait_s`` seconds at the
+    latest; raise OSError if it cannot be reached."""
+    deadline = time.monotonic() + wait_s
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.connect(path)
+        while (error := connection.connect_ex(path)) in (errno.ENOENT, errno.ECONNREFUSED):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(RETRY_S)
+        if error:
+            raise OSError(error, os.strerror(error), path)
         connection.sendall(f"{rank}\n".encode())
     except OSError:
         connection.close()

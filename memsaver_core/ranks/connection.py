@@ -1,16 +1,20 @@
-"""Connections between the ranks of an engine that has no channel for messages: Unix sockets, a line of JSON each. The
-other ranks connect to rank 0, the service's process, and answer until it closes the connection."""
+"""Connections between the ranks of an engine that has no channel for messages: Unix sockets, or TCP between several
+hosts, a line of JSON each. The other ranks connect to rank 0, the service's process, and answer until it closes the
+connection."""
 
 from __future__ import annotations
 
 import json
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
+from memsaver_core.ranks import remote
 from memsaver_core.ranks.protocol import Plain
+from memsaver_core.ranks.remote import KeyedConnection
 from memsaver_core.rendezvous import Listener as Listener
 from memsaver_core.rendezvous import connect
 from memsaver_core.rendezvous import started as started
@@ -22,7 +26,7 @@ AnswerMessage = Callable[[Plain], Plain]
 class SocketChannel:
     """Reaches the ranks by ``connections``, in order; rank 0 by ``answer`` if it is this process, else None."""
 
-    def __init__(self, answer: AnswerMessage | None, connections: Iterable[socket.socket]) -> None:
+    def __init__(self, answer: AnswerMessage | None, connections: Iterable[socket.socket | KeyedConnection]) -> None:
         self._answer = answer
         self._first = 0 if answer is None else 1
         self._connections = [(connection, connection.makefile("r")) for connection in connections]
@@ -35,6 +39,21 @@ class SocketChannel:
         """Send a message that is not answered to the other ranks; raise OSError if one has closed its connection."""
         with self._lock:
             self._send(message)
+
+    def watch(self, ranks: Iterable[int], on_end: Callable[[int], object]) -> None:
+        """Have ``on_end(rank)`` called, from a separate thread, for each of ``ranks`` that closes its connection."""
+        watched = {self._connections[rank - self._first][0].fileno(): rank for rank in ranks}
+        poll = select.poll()
+        for each in watched:
+            poll.register(each, select.POLLRDHUP)
+
+        def run() -> None:
+            while watched:
+                for file, _ in poll.poll():
+                    poll.unregister(file)
+                    on_end(watched.pop(file))
+
+        threading.Thread(target=run, name="memsaver-hosts", daemon=True).start()
 
     def close(self) -> None:
         """End the ranks' loops."""
@@ -60,13 +79,14 @@ class SocketChannel:
                 connection.sendall(line)
 
 
-def serve(path: str, rank: int, answer: Callable[[Plain], Plain | None]) -> None:
+def serve(path: str, rank: int, answer: Callable[[Plain], Plain | None], wait_s: float = 0, key: bytes = b"") -> None:
     """Connect to the service at ``path`` as ``rank``, and answer messages until it ends; None is no answer. Raises
-    OSError if the service cannot be reached."""
-    with connect(path, rank) as connection, connection.makefile("r") as messages:
+    OSError if the service cannot be reached; ``wait_s`` and ``key``: see both ``connect``."""
+    connected = remote.connect(path, rank, key) if path.startswith(remote.SCHEME) else connect(path, rank, wait_s)
+    with closing(connected), closing(connected.makefile("r")) as messages:
         for line in messages:
             if (reply := answer(json.loads(line))) is not None:
-                connection.sendall(json.dumps(reply).encode() + b"\n")
+                connected.sendall(json.dumps(reply).encode() + b"\n")
 
 
 @contextmanager

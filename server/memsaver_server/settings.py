@@ -20,8 +20,8 @@ logger = logging.getLogger("memsaver")
 
 #: Variables that are no setting: of the command line, the integrations and the preload library.
 OTHER_VARIABLES = (
-    *("MEMSAVER_URL", "MEMSAVER_ENGINE_API_KEY"),
-    *("MEMSAVER_VLLM", "MEMSAVER_SGLANG", "MEMSAVER_TOKENSPEED", "MEMSAVER_PRELOAD_INHERIT"),
+    *("MEMSAVER_URL", "MEMSAVER_ENGINE_API_KEY", "MEMSAVER_PRELOAD_INHERIT"),
+    *("MEMSAVER_VLLM", "MEMSAVER_SGLANG", "MEMSAVER_SGLANG_REPLICAS", "MEMSAVER_TOKENSPEED"),
 )
 
 _SIZE = TypeAdapter(ByteSize)

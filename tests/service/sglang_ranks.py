@@ -8,6 +8,8 @@ a socket, as pickled objects.
 from __future__ import annotations
 
 import json
+import math
+import multiprocessing.connection
 import os
 import pickle
 import signal
@@ -57,14 +59,19 @@ def fail_buffers(scheduler: standin.Scheduler) -> None:
     model.buffers = buffers
 
 
-def run(rank: int, folder: str, tp: int, pp: int, environment: dict[str, str], backup: bool) -> None:
-    """The life of a rank."""
+def run(rank: int, folder: str, shape: tuple[int, int, int], environment: dict[str, str], backup: bool) -> None:
+    """The life of a rank; ``shape``: tensor-parallel ranks, pipeline stages, replicas."""
+    tp, pp, dp = shape
+    replica, rank = divmod(rank, tp * pp)
     os.environ.update(environment, MEMSAVER_SGLANG=f"{folder}/engine.sock")
-    ms.configure(host_device=f"{Path(folder).name}-{rank}", host_capacity=1 << 22)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=tp * pp)
+    os.environ[plugin.REPLICAS] = f"{folder}/replicas"
+    ms.configure(host_device=f"{Path(folder).name}-{replica}-{rank}", host_capacity=1 << 22)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{replica}", rank=rank, world_size=tp * pp)
     made = standin.install(pytest.MonkeyPatch(), torch_memory_saver)
     plugin.register()
-    scheduler = made(tp_size=tp, pp_size=pp, tp_rank=rank % tp, pp_rank=rank // tp, enable_weights_cpu_backup=backup)
+    replicas = {"dp_size": dp, "dp_rank": replica}
+    ranks = {"tp_size": tp, "pp_size": pp, "tp_rank": rank % tp, "pp_rank": rank // tp}
+    scheduler = made(**ranks, **replicas, enable_weights_cpu_backup=backup)
     if rank == 0:
         _exchange(scheduler, Client(f"{folder}/requests.sock"))
     scheduler.run_event_loop()
@@ -87,14 +94,14 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         pids = []
-        folder, tp, pp, environment, backup = json.loads(line)
-        for rank in range(tp * pp):
+        folder, shape, environment, backup = json.loads(line)
+        for rank in range(math.prod(shape)):
             if not (pid := os.fork()):
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 sys.stdin.close()
                 os.dup2(2, 1)  # the tests read standard output to its end
                 try:
-                    run(rank, folder, tp, pp, environment, backup)
+                    run(rank, folder, shape, environment, backup)
                 except BaseException:
                     traceback.print_exc()
                 finally:
@@ -109,10 +116,10 @@ class Zygote:
     def __init__(self) -> None:
         self._child = Child("-m", "tests.service.sglang_ranks", MEMSAVER_DRIVER="host", **injection.in_child())
 
-    def fork(self, folder: Path, tp: int, pp: int, backup: bool, environment: dict[str, str]) -> Engine:
+    def fork(self, folder: Path, shape: tuple[int, int, int], backup: bool, environment: dict[str, str]) -> Engine:
         with Listener(str(folder / "requests.sock")) as listener:
-            pids = json.loads(self._child.ask(json.dumps([str(folder), tp, pp, environment, backup])))
-            return Engine(folder, pids, listener.accept())
+            pids = json.loads(self._child.ask(json.dumps([str(folder), shape, environment, backup])))
+            return Engine(folder, pids, [listener.accept() for _ in range(shape[2])])
 
     def close(self) -> None:
         self._child.end()
@@ -126,22 +133,27 @@ class Engine:
         uds: where the service listens, once it does.
     """
 
-    def __init__(self, folder: Path, pids: list[int], connection: Connection) -> None:
+    def __init__(self, folder: Path, pids: list[int], connections: list[Connection]) -> None:
         self.uds = str(folder / "engine.sock")
         self.pids = pids
         self._handles = [os.pidfd_open(pid) for pid in pids]
-        self._connection = connection
+        self._connections = connections  # to the first rank of each replica, in any order
         self._answers: dict[str, Any] = {}
 
-    def send(self, request: Any) -> None:
-        self._connection.send_bytes(pickle.dumps(request))  # send() would share the memory of a tensor
+    def send(self, request: Any, replica: int | None = None) -> None:
+        """Send as SGLang does: to all replicas what is not for one of them."""
+        for each in self._connections if replica is None else [self._connections[replica]]:
+            each.send_bytes(pickle.dumps(request))  # send() would share the memory of a tensor
 
     def answer(self, rid: str) -> Any:
         """The result of a request."""
         while rid not in self._answers:
-            assert self._connection.poll(600), f"no result of {rid}"
-            name, output = self._connection.recv()
-            self._answers[name] = output
+            ready = multiprocessing.connection.wait(self._connections, 600)
+            assert ready, f"no result of {rid}"
+            for each in self._connections:
+                if each in ready:
+                    name, output = each.recv()
+                    self._answers[name] = output
         return self._answers.pop(rid)
 
     def kill(self, rank: int) -> None:
@@ -152,7 +164,8 @@ class Engine:
             with suppress(ProcessLookupError):
                 self.kill(rank)
             os.close(handle)
-        self._connection.close()
+        for each in self._connections:
+            each.close()
 
 
 if __name__ == "__main__":

@@ -325,6 +325,7 @@ class Parallel:
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
+    dp_rank: int = 0
     dp_size: int = 1
     attn_dp_size: int = 1
 
@@ -335,7 +336,7 @@ class Parallel:
 
 @dataclass(kw_only=True, frozen=True)
 class SchedulerRequestReceiver:
-    recv_from_tokenizer: Queue[Any]
+    recv_from_tokenizer: Queue[Any] | None
     input_blocker: Any
     ps: Parallel
     tp_cpu_group: Any
@@ -358,6 +359,7 @@ class SchedulerRequestReceiver:
         return requests
 
     def _pull(self) -> list[Any]:
+        assert self.recv_from_tokenizer is not None
         requests = []
         try:
             requests.append(self.recv_from_tokenizer.get(timeout=0.01))
@@ -405,7 +407,7 @@ class Scheduler:
         stages = [everyone[start : start + self.ps.tp_size] for start in range(0, size, self.ps.tp_size)]
         groups = [dist.new_group(stage) for stage in stages] if self.several else [None]
         self.request_receiver = SchedulerRequestReceiver(
-            recv_from_tokenizer=self.received,
+            recv_from_tokenizer=self.received if self.ps.rank == 0 else None,
             input_blocker=None,
             ps=self.ps,
             tp_cpu_group=groups[self.ps.pp_rank] if self.several else None,

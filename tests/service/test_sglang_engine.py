@@ -462,8 +462,7 @@ def test_a_scheduler_that_ended(serve: Callable[..., Serving]) -> None:
     ("wrong", "why"),
     [
         ({"enable_memory_saver": False}, "--enable-memory-saver"),
-        ({"dp_size": 4}, "one of 4 data-parallel replicas"),
-        ({"attn_dp_size": 2}, "with data-parallel attention"),
+        ({"dp_size": 4}, "MEMSAVER_SGLANG_REPLICAS is not set"),
     ],
 )
 def test_schedulers_that_cannot_be_served(make: type[standin.Scheduler], wrong: dict[str, Any], why: str) -> None:
@@ -473,17 +472,28 @@ def test_schedulers_that_cannot_be_served(make: type[standin.Scheduler], wrong: 
 
 def test_other_schedulers_that_cannot_be_served(make: type[standin.Scheduler], monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make()
-    scheduler.disaggregation_mode = standin.DisaggregationMode.PREFILL
-    with pytest.raises(ConfigurationError, match="prefill side"):
+    prefill(scheduler, backend="nixl", kv_manager=object())
+    with pytest.raises(ConfigurationError, match="nixl cannot let go of the cache's memory"):
         plugin.attach(scheduler)
     scheduler = make(tp_size=2)
-    scheduler.server_args.nnodes = 2
-    with pytest.raises(ConfigurationError, match="on several hosts"):
+    scheduler.server_args.nnodes, scheduler.server_args.dist_init_addr = 2, "192.0.2.1:50000"
+    with pytest.raises(ConfigurationError, match="on several hosts; set MEMSAVER_API_KEY"):
         plugin.attach(scheduler)
-    scheduler = make()
-    scheduler.mm_receiver = object()  # type: ignore[assignment]
-    with pytest.raises(ConfigurationError, match="another engine's encoder"):
+    monkeypatch.setenv("MEMSAVER_API_KEY", "a key of both hosts")
+    SglangScheduler(scheduler).check()
+    monkeypatch.delenv("MEMSAVER_API_KEY")
+    scheduler = make(dp_size=2, attn_dp_size=2)
+    del scheduler.ps  # as from 0.5.21 on, where these are two options
+    context = SimpleNamespace(get_parallel=lambda: scheduler.request_receiver.ps)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="either --dp or --attn-dp-size"):
         plugin.attach(scheduler)
+    monkeypatch.delitem(sys.modules, "sglang.srt.runtime_context")
+    for option, value in (("enable_dp_attention_local_control_broadcast", True), ("elastic_ep_backend", "nixl")):
+        scheduler = make()
+        setattr(scheduler.server_args, option, value)
+        with pytest.raises(ConfigurationError, match=option.replace("_", "-")):
+            plugin.attach(scheduler)
     scheduler = make()
     scheduler.server_args.weight_cache_mode = "client"
     with pytest.raises(ConfigurationError, match="--weight-cache-mode off"):
@@ -495,6 +505,77 @@ def test_other_schedulers_that_cannot_be_served(make: type[standin.Scheduler], m
     standin.install(monkeypatch, uuid)  # some other module under that name
     with pytest.raises(ConfigurationError, match="another torch_memory_saver"):
         plugin.attach(scheduler)
+
+
+class Transfers:
+    """SGLang's queue of requests whose pages are sent to another engine, and the manager of these transfers."""
+
+    def __init__(self, kv_manager: object = None) -> None:
+        self.queue: list[standin.Req] = []
+        self.kv_manager = kv_manager or SimpleNamespace(deregister_buffer_to_engine=None)
+        self.calls: list[str] = []
+
+    def release_memory_occupation(self) -> None:
+        assert not self.queue
+        self.calls.append("release")
+
+    def resume_memory_occupation(self) -> None:
+        assert not any(tag.released_bytes for tag in ms.status().tags)
+        self.calls.append("resume")
+
+
+def prefill(scheduler: Any, backend: str = "mooncake", kv_manager: object = None) -> Transfers:
+    scheduler.disaggregation_mode = standin.DisaggregationMode.PREFILL
+    scheduler.server_args.disaggregation_transfer_backend = backend
+    transfers = scheduler.disagg_prefill_bootstrap_queue = Transfers(kv_manager)
+    idle = scheduler.is_fully_idle
+    scheduler.is_fully_idle = lambda **named: idle(**named) and not transfers.queue
+    return transfers
+
+
+def test_a_side_of_a_disaggregated_engine(make: type[standin.Scheduler]) -> None:
+    """Its transfers end first; then their memory is let go of, until all of it is back."""
+    scheduler = make()
+    transfers = prefill(scheduler)
+    serving = Serving(scheduler)
+    try:
+        expected = serving.generate()
+        transfers.queue.append(standin.Req("transferred", PROMPT, 1))
+        held_up = serving.call("/release_memory_occupation", 504, timeout_s=0.1)
+        assert held_up["error"]["pending"] == ["transferred"]
+        assert not transfers.calls
+        transfers.queue.clear()
+        serving.call("/release_memory_occupation")
+        assert transfers.calls == ["release"]
+        serving.call("/resume_memory_occupation", tags=["weights"])
+        assert transfers.calls == ["release"]
+        serving.call("/resume_memory_occupation")
+        assert serving.generate() == expected
+        assert transfers.calls == ["release", "resume"]
+        for body, why in (
+            ({"mode": "keep"}, "another engine's, too"),
+            ({"hibernate": True}, "mooncake holds memory of the device"),
+            ({"verify": "token"}, "computes no request by itself"),
+        ):
+            assert why in serving.call("/release_memory_occupation", 409, **body)["message"]
+        assert "write its pages" in serving.call("/kv_cache", 409, fraction=0.5)["message"]
+    finally:
+        serving.close()
+
+
+def test_requests_that_wait_for_another_engine_s_encoder(make: type[standin.Scheduler]) -> None:
+    """``--language-only``: they are in flight, though SGLang's scheduler does not count them."""
+    scheduler = make()
+    waiting_list = [SimpleNamespace(rid="an image")]
+    scheduler.mm_receiver = SimpleNamespace(waiting_list=waiting_list)  # type: ignore[assignment]
+    serving = Serving(scheduler)
+    try:
+        held_up = serving.call("/release_memory_occupation", 504, timeout_s=0.1)
+        assert held_up["error"]["pending"] == ["an image"]
+        waiting_list.clear()
+        serving.call("/release_memory_occupation")
+    finally:
+        serving.close()
 
 
 def test_only_the_first_rank_is_attached(make: type[standin.Scheduler]) -> None:

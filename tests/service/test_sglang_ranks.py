@@ -56,9 +56,9 @@ class Serving:
         except httpx.ConnectError:
             return False
 
-    def send(self, *, rid: str = "") -> str:
+    def send(self, *, rid: str = "", replica: int = 0) -> str:
         name = rid or next(self._names)
-        self.engine.send(standin.TokenizedGenerateReqInput(name, PROMPT))
+        self.engine.send(standin.TokenizedGenerateReqInput(name, PROMPT), replica)
         return name
 
     def tokens(self, rid: str) -> list[int]:
@@ -100,8 +100,8 @@ def zygote() -> Iterator[sglang_ranks.Zygote]:
 def serve(zygote: sglang_ranks.Zygote, tmp_path: Path) -> Iterator[Callable[..., Serving]]:
     servings: list[Serving] = []
 
-    def start(tp: int = 2, pp: int = 1, *, backup: bool = True, **environment: str) -> Serving:
-        servings.append(Serving(zygote.fork(tmp_path, tp, pp, backup, environment)))
+    def start(tp: int = 2, pp: int = 1, dp: int = 1, *, backup: bool = True, **environment: str) -> Serving:
+        servings.append(Serving(zygote.fork(tmp_path, (tp, pp, dp), backup, environment)))
         return servings[-1]
 
     yield start
@@ -132,6 +132,24 @@ def test_release_resume_and_hibernate(serve: Callable[..., Serving], tp: int, pp
         serving.call("/resume_memory_occupation")
         assert serving.states() == ["resident"] * tp * pp
         assert serving.generate() == expected
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_replicas(serve: Callable[..., Serving], tp: int) -> None:
+    """They are released together, and each admits requests for itself."""
+    serving = serve(tp, dp=2)
+    expected = [serving.tokens(serving.send(replica=each)) for each in range(2)]
+    for hibernate in (False, True):
+        serving.call("/release_memory_occupation", hibernate=hibernate, verify="token")
+        assert serving.states() == ["released"] * 2 * tp
+        refused = [serving.engine.answer(serving.send(replica=each)) for each in range(2)]
+        assert [each.finished_reason["status_code"] for each in refused] == [503, 503]
+        serving.call("/flush_cache")
+        serving.call("/resume_memory_occupation", verify="token")
+        assert [serving.tokens(serving.send(replica=each)) for each in range(2)] == expected
+    serving.engine.kill(2 * tp - 1)
+    wait_until(lambda: serving.http.get("/livez").status_code == 503)
+    assert f"rank {2 * tp - 1} (process" in serving.http.get("/readyz").json()["reason"]
 
 
 def test_drains(serve: Callable[..., Serving]) -> None:

@@ -39,6 +39,14 @@ MIXTRAL = {
     "sliding_window": None,
     "tie_word_embeddings": False,
 }
+#: A dense model of which SGLang can compute the attention data-parallel.
+QWEN3 = {
+    **QWEN,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 16,
+}
 #: What makes either large enough for SGLang's kernels on a GPU; the heads are Qwen2-1.5B's.
 WIDE = {
     "hidden_size": 1536,
@@ -116,6 +124,9 @@ class _Weights:
             yield f"self_attn.{name}.weight", self._normal(rows, hidden)
             if self._config["model_type"] == "qwen2" and name != "o_proj":
                 yield f"self_attn.{name}.bias", self._normal(rows)
+        if self._config["model_type"] == "qwen3":
+            yield "self_attn.q_norm.weight", torch.ones(self._config["head_dim"])
+            yield "self_attn.k_norm.weight", torch.ones(self._config["head_dim"])
         experts = self._config.get("num_local_experts", 0)
         if experts:
             yield "block_sparse_moe.gate.weight", self._normal(experts, hidden)

@@ -67,9 +67,10 @@ class Server(EngineServer):
         super().__init__(log)
         self.model = model
         named = {"MEMSAVER_SGLANG": self.service_url.removeprefix("http://")} if serve else {}
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *self.arguments]
         port = self.url.rpartition(":")[2]
-        self.run([*command, "--port", port, *arguments], {**self.environment, **named, **environment})
+        launch = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *self.arguments]
+        self.command = [*launch, "--port", port, *arguments]
+        self.run(self.command, {**self.environment, **named, **environment})
 
     def write_weights(self, status: int = 200, **fields: Any) -> httpx.Response:
         """Have SGLang write the weights of its model again."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
+from pathlib import Path
 
 from memsaver_server.integrations.sglang import engine, page_limit, plugin
 
@@ -55,6 +57,28 @@ def test_names_of_the_kv_cache() -> None:
     assert all(f"self.{name} = " in pools for name in page_limit.BUFFERS)
     metrics = source("observability/metrics_collector.py")
     assert all(f"self.{name} = Gauge(" in metrics for name in ("max_total_num_tokens", "num_pages"))
+
+
+def test_names_of_several_receivers_and_of_transfers() -> None:
+    scheduler = source("managers/scheduler.py")
+    for name in engine.QUEUES:
+        assert f"self.{name} = " in scheduler, name
+    for path, name in (
+        ("disaggregation/decode.py", "def release_memory_occupation(self)"),
+        ("disaggregation/decode.py", "def resume_memory_occupation(self)"),
+        ("disaggregation/mooncake/conn.py", "def deregister_buffer_to_engine(self)"),
+        ("disaggregation/prefill.py", "def release_memory_occupation(self)"),
+        ("disaggregation/prefill.py", "def resume_memory_occupation(self)"),
+        ("managers/scheduler_components/dp_attn.py", "len(offload_tags) == 0 and ("),
+        ("managers/scheduler_components/request_receiver.py", "    recv_from_tokenizer: "),
+        ("managers/scheduler_components/request_receiver.py", engine.LOCAL),
+        ("managers/scheduler_components/weight_updater.py", "offload_tags"),
+    ):
+        assert name in source(path), (path, name)
+    found = find_spec("sglang.srt.disaggregation")
+    assert found is not None
+    receivers = [each for path in found.submodule_search_locations or () for each in Path(path).rglob("*receiver.py")]
+    assert any("self.waiting_list: " in each.read_text() for each in receivers)
 
 
 def test_names_of_draft_models() -> None:

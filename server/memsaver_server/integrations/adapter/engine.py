@@ -3,13 +3,18 @@
 The ranks iterate together. Each iteration begins with a broadcast of what rank 0 received, which every rank processes.
 What all ranks must do in the same iteration is sent in that broadcast: the engine's own requests and our commands. A
 method called on rank 0 alone would make the ranks compute different batches, and hang in the first collective.
+
+Replicas have ranks each, which iterate by themselves. What the first replica's rank 0 broadcasts it also sends to the
+first rank of every other replica, which broadcasts it there.
 """
 
 from __future__ import annotations
 
+import base64
 import importlib
 import logging
 import os
+import pickle
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -20,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
@@ -35,10 +40,11 @@ from memsaver_core.contract.errors import (
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import MemoryRequest, Release, Resume, Tagged, Verb
 from memsaver_core.ranks.connection import Listener, SocketChannel, serve
-from memsaver_core.ranks.protocol import Introduce, Plain, Request, Resize
+from memsaver_core.ranks.protocol import Answer, Introduce, Plain, Request, Resize
 from memsaver_core.ranks.rank import Rank, Result
-from memsaver_core.rendezvous import settle
-from memsaver_server.engine import LOCAL_MEMORY, Engine, Memory, never
+from memsaver_core.ranks.remote import RemoteListener
+from memsaver_core.rendezvous import path_in, settle
+from memsaver_server.engine import LOCAL_MEMORY, Engine, Memory, never, waits
 from memsaver_server.integrations.adapter.calls import is_done
 from memsaver_server.ranks import RankMemory
 from memsaver_server.ranks.memory import Steps
@@ -71,6 +77,12 @@ class LateError(MemsaverError):
     """Rank 0 did not come to a command in time: its scheduler hangs, or waits for another rank."""
 
 
+class StillRunningError(MemsaverError):
+    """The requests ``running``, by name, are in flight on a rank."""
+
+    running: list[str]
+
+
 @dataclass(frozen=True)
 class SchedulerGroup:
     """The processes of an engine. ``ranks`` are their numbers in torch's default process group; the first receives the
@@ -83,13 +95,28 @@ class SchedulerGroup:
 
 
 @dataclass(frozen=True)
+class Replicas:
+    """The replicas that are one engine, on one host: the ``number`` of this process's, and in which ``folder`` the
+    first one awaits the ranks of all."""
+
+    number: int = 0
+    count: int = 1
+    folder: str = ""
+
+
+@dataclass(frozen=True)
 class Command:
     """A call of ``Scheduler``'s method ``name`` on every rank; with an empty name nothing is called: a barrier. Numbers
-    begin at 1; 0 is for commands that nobody waits for."""
+    begin at 1; 0 is for commands that nobody waits for. The first rank of each replica ``rests`` after it."""
 
     number: int
     name: str
     arguments: tuple[Any, ...] = ()
+    rests: bool = False
+
+
+class GoOn:
+    """Ends the rest of a replica's first rank."""
 
 
 class Scheduler(ABC):
@@ -106,25 +133,51 @@ class Scheduler(ABC):
     @property
     @abstractmethod
     def group(self) -> SchedulerGroup:
-        """All ranks."""
+        """All ranks of this replica."""
+
+    @property
+    def replicas(self) -> Replicas:
+        return Replicas()
+
+    @property
+    def host(self) -> str:
+        """The host of the first rank, for ranks on others; empty if all are on this one."""
+        return ""
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks of all replicas."""
+        return self.replicas.number * self.group.world_size + self.group.rank_in_group
+
+    @property
+    def ranks(self) -> int:
+        return self.replicas.count * self.group.world_size
+
+    @property
+    def several_receive(self) -> bool:
+        """Whether ranks besides the first receive requests of clients."""
+        return self.replicas.count > 1
+
+    def admit(self, received: Sequence[Any]) -> Sequence[Any]:
+        """Return which of the requests that another rank than the first ``received`` it broadcasts."""
+        return received
 
     @abstractmethod
     def missing(self) -> list[str]:
         """Return the names that memsaver needs and that this version of the engine lacks."""
 
     @abstractmethod
-    def obstacles(self, service: bool) -> Iterator[str]:
-        """Yield the reasons why it cannot be served; ``service``: see ``check``."""
+    def obstacles(self) -> Iterator[str]:
+        """Yield the reasons why it cannot be served."""
 
-    def check(self, *, service: bool = False) -> None:
-        """Raise ConfigurationError, with the reason, if this scheduler cannot be served. With ``service``, a service is
-        to release the engine's memory; else only the engine's own calls do."""
+    def check(self) -> None:
+        """Raise ConfigurationError, with the reason, if this scheduler cannot be served."""
         if missing := self.missing():
             raise ConfigurationError(
                 f"this version of {self.engine} cannot be served: it has no {', '.join(missing)}; "
                 f"docs/{self.engine.lower()}.md lists versions that can"
             )
-        for problem in self.obstacles(service):
+        for problem in self.obstacles():
             raise ConfigurationError(f"{self.engine}'s scheduler cannot be served: {problem}")
 
     @abstractmethod
@@ -150,6 +203,11 @@ class Scheduler(ABC):
     @abstractmethod
     def in_flight(self) -> list[str]:
         """Return the names of the requests in flight. Called from any thread."""
+
+    def check_still(self) -> None:
+        """Raise StillRunningError if requests are in flight on this rank."""
+        if not self.is_still():
+            raise StillRunningError("requests are in flight", self.in_flight())
 
     @abstractmethod
     def models(self) -> Iterable[Any]:
@@ -263,7 +321,8 @@ class EventLoop:
 
 class LeadingLoop(EventLoop):
     """The event loop of rank 0, which receives and admits requests for all ranks. ``failure()`` says why these have
-    failed. Any thread may call its methods, except those below the comment "In the scheduler's thread"."""
+    failed, ``relay`` sends the other replicas what is broadcast here. Any thread may call its methods, except those
+    below the comment "In the scheduler's thread"."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._thread: threading.Thread | None = None
@@ -273,6 +332,7 @@ class LeadingLoop(EventLoop):
         self._numbering = threading.Lock()
         self._rests: dict[int, threading.Event] = {}
         self.failure: Callable[[], str] = str
+        self.relay: Callable[[Any], None] = lambda item: None
         self._idle = scheduler.lead(self)
         super().__init__(scheduler)
 
@@ -290,17 +350,23 @@ class LeadingLoop(EventLoop):
 
     def send(self, request: Any) -> None:
         """Have every rank process ``request``, which is one of the engine's own."""
-        self._outgoing.append(request)
+        with self._numbering:
+            self._outgoing.append(request)
+            self.relay(request)
         self._idle.wake()
 
     def post(self, name: str, *arguments: Any) -> None:
         """Have every rank carry out a command that cannot fail; do not wait for it."""
         self.send(Command(0, name, arguments))
 
-    def run(self, name: str, *arguments: Any, over: threading.Event | None = None) -> int:
+    def run(self, name: str, *arguments: Any) -> None:
+        """Have every rank carry out a command. Raises what it raised here, or as ``command``."""
+        self._results[self.command(name, *arguments)].result()
+
+    def command(self, name: str, *arguments: Any, over: threading.Event | None = None) -> int:
         """Have every rank carry out a command; return its number once this rank has. If ``over`` is given, this rank
-        begins its next iteration only after that is set. Raises what the command raised here, LateError after
-        ``COMMAND_S``, or MemsaverError if the event loop ended first, or the ranks have failed."""
+        begins its next iteration only after that is set. Raises LateError after ``COMMAND_S``, or MemsaverError if the
+        event loop ended first, or the ranks have failed."""
         done: Future[None] = Future()
         with self._numbering:
             self._last += 1
@@ -308,22 +374,24 @@ class LeadingLoop(EventLoop):
             self._results[number] = done
             if over is not None:
                 self._rests[number] = over
-            self._outgoing.append(Command(number, name, arguments))
+            command = Command(number, name, arguments, rests=over is not None)
+            self._outgoing.append(command)
+            self.relay(command)
         self._idle.wake()
         if not self.is_done(done, COMMAND_S):
             raise LateError(f"the scheduler of rank 0 did not come to its next iteration in {COMMAND_S:g} s")
-        done.result()
         return number
 
     @contextmanager
     def standstill(self) -> Iterator[int]:
         """Keep every rank between two iterations during the block; yield the number of the command that stops them.
-        This rank does not begin its next broadcast, so all others wait for it."""
+        The first rank of each replica does not begin its next broadcast, so all others wait for it."""
         over = threading.Event()
         try:
-            yield self.run("", over=over)
+            yield self.command("", over=over)
         finally:
             over.set()
+            self.relay(GoOn())
 
     def is_done(
         self, future: Future[Any], timeout_s: float = float("inf"), given_up: Callable[[], bool] = never
@@ -366,6 +434,27 @@ class LeadingLoop(EventLoop):
         result = super().process(received, process)
         self.after()
         return result
+
+
+class ReplicaLoop(LeadingLoop):
+    """The event loop of the first rank of another replica: broadcasts there what the first replica's rank 0 sends."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._over = threading.Event()
+        super().__init__(scheduler)
+
+    def receive(self, message: Plain) -> None:
+        """Take what ``LeadingLoop.relay`` sent. Both processes belong to the same user, as does the socket."""
+        item = pickle.loads(base64.b64decode(message["item"]))
+        if isinstance(item, GoOn):
+            self._over.set()
+            return
+        if isinstance(item, Command) and item.rests:
+            self._over = self._rests[item.number] = threading.Event()
+        self.send(item)
+
+    def take(self, received: Sequence[Any]) -> Sequence[Any]:
+        return self.scheduler.admit(received)
 
 
 class IdleRest:
@@ -420,10 +509,12 @@ class LoopEngine(LeadingLoop, Engine):
     def __init__(self, scheduler: Any) -> None:
         """Take over what ``scheduler`` receives. It must have passed ``check``, and its event loop must not run yet."""
         super().__init__(scheduler)
-        several = gather(scheduler.group, self) if scheduler.group.world_size > 1 else None
+        several = gather(scheduler, self) if scheduler.ranks > 1 else None
         self.memory: Memory = several or LOCAL_MEMORY
         #: Has every rank carry out a command; raises what it raised on any of them.
         self.run_on_all: Callable[..., object] = (several or self).run
+        #: Returns the requests in flight on all ranks.
+        self.in_flight = several.in_flight if several and scheduler.several_receive else scheduler.in_flight
         self._waiting: list[tuple[Future[None], Callable[[], None]]] = []  # used in the scheduler's thread alone
         self._flush_at_repair = False
         self.unwritten_weights: tuple[str, ...] = ()
@@ -459,10 +550,12 @@ class LoopEngine(LeadingLoop, Engine):
         given_up: Callable[[], bool] = never,
     ) -> None:
         """In the scheduler's thread call ``begin`` at once, and ``then`` once no request is in flight, before another
-        one enters. After ``timeout_s``, or if it is given up, call ``undo`` instead and raise DrainTimeoutError."""
-        begun_at = time.monotonic()
+        one enters. After ``timeout_s``, or if it is given up, call ``undo`` instead and raise DrainTimeoutError. If
+        several ranks receive requests, ``then`` is called here, once no request is in flight on any of them."""
+        deadline = time.monotonic() + timeout_s
         done: Future[None] = Future()
-        still = (done, then)
+        several = self.scheduler.several_receive
+        still = (done, (lambda: None) if several else then)
 
         def start() -> None:
             begin()
@@ -477,13 +570,28 @@ class LoopEngine(LeadingLoop, Engine):
         # One iteration is tried even if no time is left.
         self.is_done(begun, max(timeout_s, ITERATION_S), given_up)
         if begun.cancel():
-            raise DrainTimeoutError(timeout_s, self.scheduler.in_flight())
+            raise DrainTimeoutError(timeout_s, self.in_flight())
         begun.result()
-        if not self.is_done(done, begun_at + timeout_s - time.monotonic(), given_up):
+        if not self.is_done(done, deadline - time.monotonic(), given_up):
             # The iteration in progress may still call `then`.
             self.is_done(self.submit(give_up), ITERATION_S)
             if not done.done():
-                raise DrainTimeoutError(timeout_s, self.scheduler.in_flight())
+                raise DrainTimeoutError(timeout_s, self.in_flight())
+        if several:
+            if running := self._wait_for_all(deadline, given_up):
+                self.is_done(self.submit(undo), ITERATION_S)
+                raise DrainTimeoutError(timeout_s, running)
+            then()
+
+    def _wait_for_all(self, deadline: float, given_up: Callable[[], bool]) -> list[str]:
+        """Return the requests in flight on all ranks once there are none, or at the deadline. A rank whose admission is
+        closed stays without any."""
+        running: list[str] = []
+        for wait_s in waits(deadline, given_up, time.monotonic):
+            self.is_done(Future(), wait_s)
+            if not (running := self.in_flight()):
+                break
+        return running
 
     # In the scheduler's thread.
 
@@ -556,8 +664,8 @@ def answer_to(request: Any) -> str:
     return type(request).__name__.replace("ReqInput", "ReqOutput")
 
 
-# The scheduler processes, one for each rank, all on one host. The service runs in rank 0's, which receives requests.
-# Each process, rank 0's included, answers the messages of the rank protocol in a separate thread.
+# The scheduler processes, one for each rank. The service runs in rank 0's, which receives requests. Each process, rank
+# 0's included, answers the messages of the rank protocol in a separate thread.
 
 
 class SchedulerRank(Rank):
@@ -590,6 +698,8 @@ class SchedulerMemory(RankMemory):
         self._asking = threading.RLock()
         super().__init__(self)
         loop.failure = lambda: self.failure
+        elsewhere = [rank for rank in range(len(self.ranks)) if rank not in self.progress.seen]
+        channel.watch(elsewhere, lambda rank: self.fail(f"{self.name(rank)} has closed its connection"))
 
     def start(self, message: Plain) -> Future[list[Plain]]:
         return self._sockets.start({"after": self._after, "message": message})
@@ -615,14 +725,27 @@ class SchedulerMemory(RankMemory):
     def run(self, name: str, *arguments: Any) -> None:
         """Have every rank carry out a command, after the operation in progress. Raises MemsaverError if it fails on
         some rank, or the event loop has ended."""
+        self.check(self._carry_out(name, *arguments))
+
+    def in_flight(self) -> list[str]:
+        """Return the requests that are in flight on some rank, each in a separate iteration from now on."""
+        answers = self._carry_out("check_still")
+        running: set[str] = set()
+        for failure in (each.failure for each in answers if each.failure is not None):
+            if failure.error != StillRunningError.__name__:
+                raise failure.to_error()
+            running.update(map(str, cast(list[str], failure.attributes["running"])))
+        return sorted(running)
+
+    def _carry_out(self, name: str, *arguments: Any) -> list[Answer]:
         with self._asking:
             self.raise_if_failed()
             with self._failing_if_late():
-                number = self._loop.run(name, *arguments)
+                number = self._loop.command(name, *arguments)
             with self._asking_after(number):
                 self.step = f"command {name}"
                 try:
-                    self.check(self.ask(Introduce(), self.deadlines.prepare_s))
+                    return self.ask(Introduce(), self.deadlines.prepare_s)
                 finally:
                     self.step = ""
 
@@ -653,27 +776,62 @@ class SchedulerMemory(RankMemory):
             raise self.fail(f"{error}{stopped and f'; {stopped}'}") from error
 
 
-def gather(group: SchedulerGroup, loop: LeadingLoop) -> SchedulerMemory:
-    """On the first rank, return the memory of all; raise MemsaverError if one does not ``join`` in ``CONNECT_S``."""
-    listener = Listener(group.world_size, first=0)
-    _shared(group, listener.path)
-    _answer(group, loop, listener.path)
-    return SchedulerMemory(loop, SocketChannel(None, listener.accept(CONNECT_S)))
+def gather(scheduler: Scheduler, loop: LeadingLoop) -> SchedulerMemory:
+    """On the first rank, return the memory of all; raise MemsaverError if one does not ``join`` in ``CONNECT_S``. The
+    first rank of each further replica has a second connection, with a number after those of all ranks."""
+    ranks, replicas = scheduler.ranks, scheduler.replicas
+    listener: Listener | RemoteListener
+    try:
+        if scheduler.host:
+            listener = RemoteListener(ranks, scheduler.host, key())
+        else:
+            listener = Listener(ranks + replicas.count - 1, first=0, folder=replicas.folder)
+    except Exception:
+        _shared(scheduler.group, "")  # the others wait for it
+        raise
+    _shared(scheduler.group, listener.path)
+    _answer(scheduler, loop, listener.path)
+    connections: Sequence[Any] = listener.accept(CONNECT_S)
+    if replicas.count > 1:
+        others = SocketChannel(None, connections[ranks:])
+
+        def relay(item: Any) -> None:
+            with suppress(OSError):  # the watch of the ranks reports one that has ended
+                others.send({"item": base64.b64encode(pickle.dumps(item)).decode()})
+
+        loop.relay = relay
+    return SchedulerMemory(loop, SocketChannel(None, connections[:ranks]))
+
+
+def key() -> bytes:
+    """Return the key by which ranks on several hosts know each other; empty if there is none."""
+    found = Settings().api_key
+    return found.get_secret_value().encode() if found is not None else b""
 
 
 def join(scheduler: Scheduler) -> None:
     """Have ``scheduler`` do what the first rank, in another process, sends, until that closes the connection."""
-    _answer(scheduler.group, EventLoop(scheduler), _shared(scheduler.group, ""))
+    replicas = scheduler.replicas
+    if not (path := _shared(scheduler.group, path_in(replicas.folder))):
+        raise ConfigurationError("the engine's first rank cannot be reached; its log says why")
+    if not (replicas.number and scheduler.group.rank_in_group == 0):
+        _answer(scheduler, EventLoop(scheduler), path)
+        return
+    loop = ReplicaLoop(scheduler)
+    _answer(scheduler, loop, path)
+    relayed = partial(serve, path, scheduler.ranks + replicas.number - 1, loop.receive, CONNECT_S)
+    threading.Thread(target=relayed, name="memsaver-replica", daemon=True).start()
 
 
 def _shared(group: SchedulerGroup, path: str) -> str:
-    """Return rank 0's ``path`` on every rank, each of which must call this."""
+    """Return the first rank's ``path`` on every rank of a replica, each of which must call this."""
     paths = [path]
-    torch.distributed.broadcast_object_list(paths, src=group.ranks[0], group=group.cpu_group)
+    if group.world_size > 1:
+        torch.distributed.broadcast_object_list(paths, src=group.ranks[0], group=group.cpu_group)
     return paths[0]
 
 
-def _answer(group: SchedulerGroup, loop: EventLoop, path: str) -> None:
+def _answer(scheduler: Scheduler, loop: EventLoop, path: str) -> None:
     """Answer messages in a separate thread: in a hibernated process the scheduler's may be inside a device call."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     rank = SchedulerRank(loop)
@@ -681,7 +839,7 @@ def _answer(group: SchedulerGroup, loop: EventLoop, path: str) -> None:
     def run() -> None:
         if device is not None:
             torch.cuda.set_device(device)
-        serve(path, group.rank_in_group, rank.answer)
+        serve(path, scheduler.rank, rank.answer, CONNECT_S, key())
 
     threading.Thread(target=run, name="memsaver-rank", daemon=True).start()
     if ms.core_settings().prepare_backup:

@@ -66,12 +66,12 @@ class Plugin:
         ``memsaver_server.attach``. Call it before the event loop runs, on the first rank of an engine started with
         ``--enable-memory-saver``, while all other ranks call ``follow``. Raises ConfigurationError if this scheduler
         cannot be served or is not the first rank's, or the address cannot be bound."""
-        return _attach(self._lead(scheduler, service=True, attached=True), settings, **options)
+        return _attach(self._lead(scheduler, attached=True), settings, **options)
 
     def follow(self, scheduler: Any) -> None:
         """Let the service on the first rank release this rank's memory. Call it before the event loop runs. Raises
         ConfigurationError if this scheduler cannot be served."""
-        self._lead(scheduler, service=False)
+        self._lead(scheduler)
 
     @contextmanager
     def served(self, scheduler: Any, saves_memory: bool) -> Iterator[None]:
@@ -82,7 +82,7 @@ class Plugin:
         engine: Any = None
         try:
             if where or saves_memory:
-                engine = self._lead(scheduler, service=bool(where))
+                engine = self._lead(scheduler)
         except ConfigurationError as refused:
             if where:
                 raise
@@ -93,15 +93,15 @@ class Plugin:
         with _attach(engine, None, **address(where, self._variable)) if where else _without_service(engine):
             yield
 
-    def _lead(self, scheduler: Any, *, service: bool, attached: bool = False) -> Any:
+    def _lead(self, scheduler: Any, *, attached: bool = False) -> Any:
         """Return the engine on the first rank. On another have it do what the first rank sends, and return None, or
         raise ConfigurationError if it shall be ``attached``."""
         from memsaver_server.integrations.adapter.engine import join
 
         engine: type[LoopEngine] = resolve_name(self._engine)
         ours = engine.scheduler_class(scheduler)
-        ours.check(service=service)
-        rank = ours.group.rank_in_group
+        ours.check()
+        rank = ours.rank
         if rank and attached:
             raise ConfigurationError(f"attach() is for the first rank, and this is rank {rank}: call follow() instead")
         return join(ours) if rank else engine(ours)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
+import sys
 import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from http import HTTPStatus
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from memsaver_core.contract.errors import DrainTimeoutError, MemsaverError, NotResidentError, UnsupportedError
 from memsaver_core.contract.requests import DrainMode
@@ -21,8 +23,9 @@ from memsaver_server.engine import check_drain_mode, never
 from memsaver_server.engine.limited_pages import LimitedPages
 from memsaver_server.engine.tag_selection import released_tags
 from memsaver_server.integrations.adapter import engine as base
+from memsaver_server.integrations.sglang.admission import Admission
 from memsaver_server.integrations.sglang.page_limit import PageLimit, obstacle
-from memsaver_server.integrations.sglang.plugin import QUESTION
+from memsaver_server.integrations.sglang.plugin import QUESTION, REPLICAS
 
 #: What a ``Scheduler`` must have: paths of attributes. docs/sglang.md lists the versions that have them.
 NAMES = (
@@ -45,16 +48,19 @@ MESSAGES = (
     "UpdateWeightsFromTensorReqInput", "UpdateWeightsFromTensorReqOutput",
 )  # fmt: skip
 
-_OWN = "release by SGLang's own /release_memory_occupation"
 _HIERARCHICAL_CACHE = (
     "SGLang's hierarchical cache is in use, with which a hibernated server has hung as it woke up; start it without "
     "--enable-hierarchical-cache"
 )
 
-#: How many requests may wait before the first one, which is the warm-up, was admitted.
-HELD_BEFORE_WARM_UP = 1024
+#: While SGLang's scheduler lists a released tag, its ranks do not agree on their batches by the device.
+CLOSED = "memsaver"
 #: How long a flush waits for requests that are about to end, or that a pause before it is setting aside, seconds.
 SETTLING_S = 1.0
+#: SGLang's option that each group of ranks with data-parallel attention receives commands by itself.
+LOCAL = "enable_dp_attention_local_control_broadcast"
+#: What a disaggregated scheduler has for transfers of pages.
+QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue", "disagg_decode_transfer_queue")
 #: Requests that read weights. The methods of ``RpcReqInput`` that save the model do so, too.
 READS = ("CheckWeightsReqInput", "GetWeightsByNameReqInput", "SendWeightsToRemoteInstanceReqInput")
 #: What comes before and after the requests of an update, from 0.5.21 on.
@@ -74,8 +80,13 @@ class SglangScheduler(base.Scheduler):
 
     def __init__(self, own: Any) -> None:
         super().__init__(own)
+        self._messages = messages()
         self._aside: tuple[list[Any], bool] | None = None  # the requests that waited; whether the engine was paused
         self._limit: PageLimit | None = None  # once somebody has asked for it
+        self.admission = Admission(own, self._messages)
+        self._is_first = False
+        self._released_tags: set[str] = set()  # SGLang's list, see CLOSED
+        self._deregistered: list[Any] = []  # queues of transfers
 
     @property
     def group(self) -> base.SchedulerGroup:
@@ -88,6 +99,28 @@ class SglangScheduler(base.Scheduler):
             return self.own.ps
         return importlib.import_module("sglang.srt.runtime_context").get_parallel()
 
+    @property
+    def replicas(self) -> base.Replicas:
+        parallel = self.parallel
+        if parallel.dp_size == 1 or self._several_attend:
+            return base.Replicas()
+        return base.Replicas(parallel.dp_rank, parallel.dp_size, os.environ.get(REPLICAS, ""))
+
+    @property
+    def host(self) -> str:
+        settings = self.own.server_args
+        several = getattr(settings, "nnodes", 1) > 1 and self.group.world_size > 1
+        return urlsplit(f"//{settings.dist_init_addr}").hostname or "" if several else ""
+
+    @property
+    def several_receive(self) -> bool:
+        return self._several_attend or super().several_receive
+
+    @property
+    def _several_attend(self) -> bool:
+        """Whether attention is data-parallel: each group of ranks receives requests, and all compute in step."""
+        return bool(getattr(self.parallel, "attn_dp_size", 1) > 1)
+
     def missing(self) -> list[str]:
         draft = ["draft_worker.clear_cache_pool"] if getattr(self.own, "draft_worker", None) else []
         return [
@@ -95,28 +128,26 @@ class SglangScheduler(base.Scheduler):
             *base.lacking(messages(), MESSAGES, "io_struct"),
         ]
 
-    def obstacles(self, service: bool) -> Iterator[str]:
-        own, parallel, adapter = self.own, self.parallel, self.own.memory_saver_adapter
+    def obstacles(self) -> Iterator[str]:
+        own, adapter = self.own, self.own.memory_saver_adapter
         yield from base.memory_obstacles(adapter.enabled, type(adapter).__module__)
-        if getattr(parallel, "attn_dp_size", 1) > 1:
-            yield (
-                "with data-parallel attention each group of ranks takes requests for itself, while all compute in "
-                f"step; {_OWN}"
-            )
-        if service and parallel.dp_size > 1:
-            yield (
-                f"it is one of {parallel.dp_size} data-parallel replicas, of which each takes requests for itself, and "
-                f"a service would see one; run a server for each replica, or leave MEMSAVER_SGLANG out and {_OWN}, "
-                "which memsaver carries out on each"
-            )
-        if own.world_group.world_size > 1 and getattr(own.server_args, "nnodes", 1) > 1:
-            yield f"its ranks are on several hosts; {_OWN}"
-        if getattr(own, "mm_receiver", None) is not None:
-            yield "it waits for embeddings of another engine's encoder (--language-only), out of the service's sight"
+        context = sys.modules.get("sglang.srt.runtime_context")  # which SGLang's models may change
+        if any(getattr(each, LOCAL, False) for each in (own.server_args, context and context.get_parallel())):
+            yield f"its ranks do not receive commands together; start it without --{LOCAL.replace('_', '-')}"
+        if getattr(own.server_args, "elastic_ep_backend", None) is not None:
+            yield "its ranks come and go; start it without --elastic-ep-backend"
+        if not hasattr(own, "ps") and self._several_attend and self.parallel.dp_size > 1:
+            yield "its replicas have data-parallel attention each; start it with either --dp or --attn-dp-size"
+        if self.replicas.count > 1 and not self.replicas.folder:
+            yield f"its replicas cannot find each other: {REPLICAS} is not set; start them by SGLang's own server"
+        if self.host and not base.key():
+            yield "its ranks are on several hosts; set MEMSAVER_API_KEY, the same on each of them"
         if getattr(own.server_args, "weight_cache_mode", "off") != "off":
             yield "its weights are in the memory of SGLang's weight cache; start it with --weight-cache-mode off"
-        if (mode := getattr(own.disaggregation_mode, "value", own.disaggregation_mode)) != "null":
-            yield f"it is the {mode} side of a disaggregated engine"
+        if self._transferring and not hasattr(self._transferring[0].kv_manager, "deregister_buffer_to_engine"):
+            backend = getattr(own.server_args, "disaggregation_transfer_backend", "")
+            if backend != "fake":
+                yield f"{backend} cannot let go of the cache's memory; start it with another transfer backend"
         if getattr(own, "rust_server", None) is not None:
             yield "requests reach it by SGLang's Rust server; unset SGLANG_RUST_SERVER"
 
@@ -124,30 +155,107 @@ class SglangScheduler(base.Scheduler):
         own, process_own = self.own, self.own.process_input_requests
 
         def process(requests: list[Any]) -> Any:
+            for each in requests:
+                if isinstance(each, self._messages.AbortReq):
+                    self.admission.abort_held(each)
             if self._limit is not None:
                 self._limit.before_step()
             return process_own(requests)
 
+        self._is_first = isinstance(loop, SglangEngine)
+        if not isinstance(loop, base.LeadingLoop) and self._receives:
+            self._receive_by(self.admission.admit)
+        dispatch = own._request_dispatcher
+        own._request_dispatcher = lambda request: self._answer_state(request) or dispatch(request)
         own.request_receiver = SimpleNamespace(recv_requests=loop.beginning(own.request_receiver.recv_requests))
         own.process_input_requests = lambda received: loop.process(received or (), process)
         if (updater := getattr(own, "weight_updater", None)) is not None:
             updater.flush_cache = self._flush_after_update
+            self._released_tags = getattr(updater, "offload_tags", set())
         if getattr(own.server_args, "enable_hierarchical_cache", False):
             register_check(lambda: [_HIERARCHICAL_CACHE])
+        backend = getattr(own.server_args, "disaggregation_transfer_backend", "")
+        if self.disaggregated and backend != "fake":
+            register_check(lambda: [f"{backend} holds memory of the device for transfers to other engines"])
 
     def lead(self, loop: base.LeadingLoop) -> base.IdleRest:
         receiver = self.own.request_receiver
-        blocker = receiver.input_blocker  # asked between the receipt of requests and their broadcast
-
-        def handle(received: Sequence[Any]) -> list[Any]:
-            return loop.handle(blocker.handle(received) if blocker is not None else received)
-
-        self.own.request_receiver = dataclasses.replace(receiver, input_blocker=SimpleNamespace(handle=handle))
+        self._receive_by(loop.handle)
         sockets = [getattr(receiver, name, None) for name in ("recv_from_tokenizer", "recv_from_rpc")]
+        if self._several_attend:  # others wait for this rank's broadcast: it may not rest while they receive requests
+            sockets = [None]
         idle = base.IdleRest(sockets, self.has_nothing_to_do, self.parallel.pp_size)
         if (sleeper := getattr(self.own, "idle_sleeper", None)) is not None and idle.poller is not None:
             sleeper.poller = idle.poller  # so that `wake`, too, ends the sleep of --sleep-on-idle
         return idle
+
+    @property
+    def _receives(self) -> bool:
+        return getattr(self.own.request_receiver, "recv_from_tokenizer", None) is not None
+
+    def _receive_by(self, handle: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+        """Have SGLang broadcast what ``handle`` returns for what this rank received."""
+        receiver = self.own.request_receiver
+        blocker = receiver.input_blocker  # asked between the receipt of requests and their broadcast
+
+        def handle_unblocked(received: Sequence[Any]) -> list[Any]:
+            return list(handle(blocker.handle(received) if blocker is not None else received))
+
+        blocking = SimpleNamespace(handle=handle_unblocked)
+        self.own.request_receiver = dataclasses.replace(receiver, input_blocker=blocking)
+
+    def admit(self, received: Sequence[Any]) -> Sequence[Any]:
+        """See ``Scheduler``. SGLang sends each replica the same commands: the first one's are relayed here, once the
+        service has let them pass. Only an abort may not come before the request that it is for."""
+        return self.admission.admit([each for each in received if self.is_routed(each)])
+
+    def is_routed(self, request: Any) -> bool:
+        """Return whether SGLang's ``request`` comes to where it is carried out without the service's help."""
+        return self.admission.is_work(request) or isinstance(request, self._messages.AbortReq)
+
+    def _answer_state(self, request: Any) -> Any:
+        """Return the answer to ``QUESTION``, else None."""
+        if type(request).__name__ != "GetInternalStateReq" or request.rid != QUESTION:
+            return None
+        state = {"closed": self.admission.closed, "still": self.is_still()}
+        return self._messages.GetInternalStateReqOutput(internal_state=state)
+
+    def close(self, reason: str, hold: int) -> None:
+        """Close admission on this rank. The service's own was closed at once."""
+        if not self._is_first:
+            self.admission.close(reason, hold)
+        self._released_tags.add(CLOSED)
+
+    def open(self) -> None:
+        if not self._is_first:
+            self.admission.open()
+        for queue in self._deregistered:
+            queue.resume_memory_occupation()
+        self._deregistered = []
+        self._released_tags.discard(CLOSED)
+
+    def answer(self, output: Any, request: Any) -> None:
+        """Answer one of SGLang's own calls: it awaits an answer of each rank that receives requests."""
+        self.own.ipc_channels.send_to_tokenizer.send_output(output, request)
+
+    @property
+    def disaggregated(self) -> bool:
+        """Whether it only prefills, or only decodes. Pages then go to, or come from, another engine."""
+        mode = self.own.disaggregation_mode
+        return bool(getattr(mode, "value", mode) != "null")
+
+    @property
+    def _transferring(self) -> list[Any]:
+        """The queues of requests whose pages are sent or received. The first has ``kv_manager``, which transfers."""
+        return [queue for name in QUEUES if (queue := getattr(self.own, name, None)) is not None]
+
+    def save_buffers(self) -> None:
+        """See ``Scheduler``. Also has the cache's memory deregistered, as SGLang's own release does."""
+        super().save_buffers()
+        if not self._deregistered:
+            self._deregistered = self._transferring
+            for queue in self._deregistered:
+                queue.release_memory_occupation()
 
     def is_ending(self) -> bool:
         return bool(self.own.gracefully_exit)
@@ -156,14 +264,23 @@ class SglangScheduler(base.Scheduler):
         """Return whether no request runs, no paused one holds a part of the cache, and no part is being copied."""
         own = self.own
         idle = own.is_fully_idle() or (
-            own._engine_paused and own.running_batch.is_empty() and own.last_batch is None and own.chunked_req is None
+            own._engine_paused
+            and not self.disaggregated
+            and own.running_batch.is_empty()
+            and own.last_batch is None
+            and own.chunked_req is None
         )
-        return bool(idle) and not self._looks_at_copies()
+        return bool(idle) and not self._looks_at_copies() and not self._embedding()
 
     def has_nothing_to_do(self) -> bool:
         """See ``Scheduler``. It is cheap while requests run."""
         idle = self.own._engine_paused or (self.own.running_batch.is_empty() and self.own.is_fully_idle())
-        return bool(idle) and not self._looks_at_copies()
+        waits = self._looks_at_copies() or self._embedding() or self.admission.has_held_too_long
+        return bool(idle) and not waits
+
+    def _embedding(self) -> list[str]:
+        """Return the requests that wait for embeddings of another engine's encoder (``--language-only``)."""
+        return [each.rid for each in list(getattr(getattr(self.own, "mm_receiver", None), "waiting_list", ()))]
 
     def _looks_at_copies(self) -> bool:
         """Return whether the event loop waits for copies of the hierarchical cache. Unless paused it waits with the
@@ -173,8 +290,12 @@ class SglangScheduler(base.Scheduler):
         return not self.own._engine_paused and bool(under_way)
 
     def in_flight(self) -> list[str]:
+        queues: list[Iterable[Any]] = [getattr(queue, "queue", queue) for queue in self._transferring]
+        queues.append(getattr(self.own, "disagg_prefill_inflight_queue", None) or ())
+        transferred = [getattr(each, "req", each).rid for queue in queues for each in list(queue)]
         running = sorted({request.rid for request in self.running()})
-        return [*running, *(request.rid for request in list(self.own.waiting_queue) if request.rid not in running)]
+        waiting = [request.rid for request in list(self.own.waiting_queue)]
+        return list(dict.fromkeys([*running, *waiting, *transferred, *self._embedding()]))
 
     def running(self) -> Iterable[Any]:
         """Return the requests in the batches in progress."""
@@ -249,9 +370,9 @@ class SglangScheduler(base.Scheduler):
 
 
 class SglangEngine(LimitedPages, base.LoopEngine):
-    """The engine over a ``Scheduler``. Rank 0 admits, holds or refuses requests. A refused one is aborted with status
-    503, which SGLang's server returns to the client. In SGLang itself, a release ends the process if a request runs,
-    and a resume if nothing is released; a weight update or a continuation touches memory that is released."""
+    """The engine over a ``Scheduler``. Each rank that receives requests has an ``Admission``. In SGLang itself, a
+    release ends the process if a request runs, and a resume if nothing is released; a weight update or a continuation
+    touches memory that is released."""
 
     name = "sglang"
     scheduler_class = SglangScheduler
@@ -260,11 +381,8 @@ class SglangEngine(LimitedPages, base.LoopEngine):
     def __init__(self, scheduler: SglangScheduler) -> None:
         own = self._own = scheduler.own
         self._messages = messages()
-        self._closed: tuple[str, int] | None = None  # the reason, and how many requests may be held
+        self._admission = scheduler.admission
         # Used in the scheduler's thread alone.
-        self._held: list[Any] = []
-        # The first request is the warm-up of SGLang's server, which ends the server if it is refused.
-        self._warm = getattr(own.server_args, "skip_server_warmup", True)
         self._frozen = False
         self._continuation: Any = None  # a request to continue generation that came while admission was closed
         self._prompt: VerificationPrompt | None = None
@@ -279,10 +397,16 @@ class SglangEngine(LimitedPages, base.LoopEngine):
     # Methods of ``Engine``.
 
     def close_admission(self, reason: str, *, hold: int = 0) -> None:
-        self._closed = (reason, hold)
+        self._admission.close(reason, hold)
+        self.post("close", reason, hold)
 
     def open_admission(self) -> None:
-        self._closed = None
+        if self.scheduler.several_receive:  # a client whose resume is answered is not refused by another rank
+            with suppress(MemsaverError):  # the ranks have failed: their watch reports it
+                self.run_on_all("open")
+        else:
+            self.post("open")
+        self._admission.open()
         self.submit(self._opened)
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
@@ -290,6 +414,11 @@ class SglangEngine(LimitedPages, base.LoopEngine):
         back to SGLang's waiting queue, and are computed again from their tokens; so are, in any mode, those that SGLang
         has paused in place, which cannot be aborted. Raises UnsupportedError for ``keep`` with pipeline parallelism."""
         check_drain_mode(mode)
+        if mode == "keep" and self.scheduler.disaggregated:
+            raise UnsupportedError(
+                "a disaggregated engine cannot set requests aside: their pages are another engine's, too; release with "
+                "the mode wait or abort"
+            )
         if mode == "keep" and self.scheduler.parallel.pp_size > 1:
             raise UnsupportedError(
                 "SGLang cannot set requests aside with pipeline parallelism: its pause reaches one of the batches in "
@@ -312,6 +441,8 @@ class SglangEngine(LimitedPages, base.LoopEngine):
         UnsupportedError if the engine generates no tokens, MemsaverError if it takes longer than ``VERIFICATION_S``."""
         if not getattr(self._own, "is_generation", True):
             raise UnsupportedError("the engine generates no tokens (an embedding model); leave 'verify' out")
+        if self.scheduler.disaggregated:
+            raise UnsupportedError("a disaggregated engine computes no request by itself; leave 'verify' out")
         prompt = VerificationPrompt(self._own)
         try:
             self.run_on_all("set_aside")
@@ -330,6 +461,10 @@ class SglangEngine(LimitedPages, base.LoopEngine):
     # Methods of ``LimitedPages``.
 
     def ask_pages(self, name: str, *arguments: Any) -> dict[str, Any]:
+        if self.scheduler.disaggregated:
+            return {"obstacle": "other engines write its pages (--disaggregation-mode)"}
+        if self.scheduler.several_receive:
+            return {"obstacle": "its replicas use different pages of their caches (--dp, --enable-dp-attention)"}
         if reason := obstacle(self._own, self.scheduler.parallel.pp_size, self.scheduler.pools()):
             return {"obstacle": reason}
         if name in ("limit", "keep", "preempt"):
@@ -349,46 +484,11 @@ class SglangEngine(LimitedPages, base.LoopEngine):
     # In the scheduler's thread: requests.
 
     def take(self, received: Sequence[Any]) -> list[Any]:
-        received = super().take(received)
-        messages = self._messages
-        batches = (messages.BatchTokenizedGenerateReqInput, messages.BatchTokenizedEmbeddingReqInput)
-        work = (*batches, messages.TokenizedGenerateReqInput, messages.TokenizedEmbeddingReqInput)
-        closed = self._closed
-        admitted: list[Any] = []
-        if closed is None:
-            admitted, self._held = self._held, []
-        for request in received:
-            if isinstance(request, messages.AbortReq):
-                self._abort_held(request)
-            if closed is None or not isinstance(request, work):
-                admitted.append(request)
-                continue
-            reason, hold = closed
-            for each in list(request) if isinstance(request, batches) else [request]:
-                self._hold_or_refuse(each, reason, hold if self._warm else HELD_BEFORE_WARM_UP)
-        self._warm = self._warm or any(isinstance(each, work) for each in admitted)
+        admitted = self._admission.admit(super().take(received))
+        for each in admitted:
+            if not self.scheduler.is_routed(each):
+                self.relay(each)
         return admitted
-
-    def _hold_or_refuse(self, request: Any, reason: str, hold: int) -> None:
-        if request.rid.startswith("HEALTH_CHECK"):
-            # The answer that SGLang gives while it is busy: the process is healthy, with or without its memory.
-            self._own.return_health_check_ipcs.append(getattr(request, "http_worker_ipc", None))
-            self._own.maybe_send_health_check_signal()
-        elif len(self._held) < hold:
-            self._held.append(request)
-        else:
-            self._answer_aborted(request, reason)
-
-    def _abort_held(self, abort: Any) -> None:
-        leaving = [each for each in self._held if abort.abort_all or each.rid.startswith(abort.rid)]
-        self._held = [each for each in self._held if each not in leaving]
-        for each in leaving:
-            self._answer_aborted(each)
-
-    def _answer_aborted(self, request: Any, reason: str = "") -> None:
-        finished = {"type": "abort", "status_code": HTTPStatus.SERVICE_UNAVAILABLE, "message": reason}
-        answer = self._messages.AbortReq(rid=request.rid, finished_reason=finished if reason else None)
-        self._own.ipc_channels.send_to_tokenizer.send_output(answer, request)
 
     def after(self) -> None:
         if (prompt := self._prompt) is not None:
@@ -396,7 +496,7 @@ class SglangEngine(LimitedPages, base.LoopEngine):
         super().after()
 
     def _opened(self) -> None:
-        if self._closed is None:
+        if not self._admission.closed:
             self._thaw()
             if self._continuation is not None:
                 self.send(self._continuation)
@@ -404,7 +504,7 @@ class SglangEngine(LimitedPages, base.LoopEngine):
 
     def _freeze(self) -> bool:
         """Send running requests back to the waiting queue; return whether this paused the engine."""
-        if self.scheduler.is_still():
+        if self.scheduler.is_still() and not self.scheduler.several_receive:
             return False
         already = self._own._engine_paused
         self.send(self._messages.PauseGenerationReqInput(mode="retract"))
@@ -420,11 +520,8 @@ class SglangEngine(LimitedPages, base.LoopEngine):
 
     def _takes(self, request: Any) -> bool:
         name = type(request).__name__
-        if name == "GetInternalStateReq" and request.rid == QUESTION:
-            state = {"closed": self._closed is not None, "still": self.scheduler.is_still()}
-            self._send(self._messages.GetInternalStateReqOutput(internal_state=state), request)
-            return True
-        if name == "FlushCacheReqInput" and (self._closed is not None or not self._own.is_fully_idle()):
+        busy = self._admission.closed or self.scheduler.several_receive or not self._own.is_fully_idle()
+        if name == "FlushCacheReqInput" and busy:
             return self._in_thread(self._flush, request)
         if name in READS or (name == "RpcReqInput" and request.method.startswith("save_")):
             status = self.memory.status()
@@ -433,7 +530,7 @@ class SglangEngine(LimitedPages, base.LoopEngine):
                 return True
         if name in (BEGIN, END):
             return self._in_thread(self._update, request)
-        if name == "ContinueGenerationReqInput" and self._closed is not None:
+        if name == "ContinueGenerationReqInput" and self._admission.closed:
             self._continuation = request
             return True
         if name == "PauseGenerationReqInput":
@@ -477,8 +574,10 @@ class SglangEngine(LimitedPages, base.LoopEngine):
         channels = self._own.ipc_channels
         if type(request).__name__ == "RpcReqInput":
             self.submit(partial(self._messages.sock_send, channels.recv_from_rpc, output))
+        elif self.scheduler.several_receive:
+            self.post("answer", output, request)
         else:
-            self.submit(partial(channels.send_to_tokenizer.send_output, output, request))
+            self.submit(partial(self.scheduler.answer, output, request))
 
     def _flush(self, request: Any) -> None:
         """Flush the cache. SGLang's own flush fails while a pause sets requests aside, and just after an answer."""

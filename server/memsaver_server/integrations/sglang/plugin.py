@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import secrets
+import tempfile
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from memsaver_core import MemsaverError, communicators
+from memsaver_core.rendezvous import FOLDER
 from memsaver_server.integrations.adapter.plugin import Plugin
 
 ADAPTER = "sglang.srt.utils.torch_memory_saver_adapter"
@@ -49,8 +52,14 @@ CONFIGURE = "sglang.srt.entrypoints.engine._set_envs_and_config"
 SETTINGS = {"NCCL_CUMEM_ENABLE": "1", "NCCL_GRAPH_REGISTER": "0"}
 
 
+#: The folder in which the first of several replicas awaits the ranks of all, which nobody else can guess.
+REPLICAS = "MEMSAVER_SGLANG_REPLICAS"
+
+
 def _configure(original: Callable[..., None], server_args: Any, *arguments: Any, **named: Any) -> None:
-    """Set each of ``SETTINGS`` that is not set, if there are several ranks, and their memory can be released."""
+    """Set each of ``SETTINGS`` that is not set, if there are several ranks, and their memory can be released; give the
+    replicas that start now a folder."""
+    os.environ[REPLICAS] = f"{tempfile.gettempdir()}/{FOLDER}{secrets.token_hex(16)}"
     ranks = server_args.tp_size * server_args.pp_size
     if ranks > 1 and server_args.enable_memory_saver and communicators.can_suspend():
         for name, value in SETTINGS.items():

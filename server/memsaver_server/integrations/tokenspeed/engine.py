@@ -60,7 +60,7 @@ class TokenspeedScheduler(base.Scheduler):
     def missing(self) -> list[str]:
         return base.lacking(self.own, NAMES, "EventLoop")
 
-    def obstacles(self, service: bool) -> Iterator[str]:
+    def obstacles(self) -> Iterator[str]:
         settings = self.own.server_args
         yield from base.memory_obstacles(settings.enable_memory_saver, ADAPTER)
         if settings.mapping.attn.tp_size != settings.mapping.world_size:
