@@ -24,8 +24,9 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that have the memory of ``tensor``: those that it wraps, or itself."""
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        for name in names:
-            yield from parts(getattr(tensor, name))
+        for part in (getattr(tensor, name) for name in names):
+            if isinstance(part, Tensor):  # a DTensor names its mesh, too
+                yield from parts(part)
     else:
         yield tensor
 

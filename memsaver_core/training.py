@@ -180,17 +180,19 @@ def _held(models: list[nn.Module], optimizers: list[Any], name: str, *, every_ha
     """Return what a trainer holds but for each tensor's ``grad``, with its tag. What must be kept comes first, as the
     first of those that share memory decides for all of them."""
     of_optimizers = [each for optimizer in optimizers for each in _tensors_in(optimizer, "", set())]
-    remade = {id(tensor) for each in _with_masters(optimizers) for _, tensor in _tensors_in(each, "", set())}
+    remade = {id(tensor) for each in _with_masters(optimizers) for tensor in _remade_by(each)}
     parameters = list({id(each): each for model in models for each in model.parameters()}.values())
 
     def is_copy(each: nn.Parameter) -> bool:
         return each.requires_grad and each.dtype in _HALVES and (every_half or id(each) in remade)
 
     found: list[tuple[Tensor, str]] = [(each, f"{name}.model") for each in parameters if not is_copy(each)]
-    found += [(each, f"{name}.model") for model in models for each in model.buffers()]
+    # By the class: Megatron-core's own wrapper has a list called ``buffers``.
+    found += [(each, f"{name}.model") for model in models for each in nn.Module.buffers(model)]
     found += [(each, f"{name}.copies") for each in parameters if is_copy(each)]
     # Frameworks put masters, shards and gradients into attributes of a parameter.
-    of_parameters = [each for parameter in parameters for each in _tensors_in(vars(parameter), "", set())]
+    attributes = [attribute for parameter in parameters for attribute in vars(parameter).items()]
+    of_parameters = [each for name, value in attributes for each in _tensors_in(value, name, set())]
     for attribute, tensor in (*of_optimizers, *of_parameters):
         found.append((tensor, f"{name}.gradients" if attribute in _GRADIENTS else f"{name}.optimizer"))
     return found
@@ -217,6 +219,12 @@ def _with_masters(optimizers: list[Any]) -> list[Any]:
     """Return the optimizers, also of those that are chained, that can make parameters again."""
     chained = [each for optimizer in optimizers for each in getattr(optimizer, "chained_optimizers", (optimizer,))]
     return [each for each in chained if any(hasattr(each, name) for name in _REMAKES)]
+
+
+def _remade_by(optimizer: Any) -> Iterator[Tensor]:
+    yield from (tensor for _, tensor in _tensors_in(optimizer, "", set()))
+    # Of Megatron-core's distributed optimizer each rank has masters of a part alone, in one buffer with the others.
+    yield from (each for buffer in getattr(optimizer, "buffers", ()) for each in buffer.params)
 
 
 def _remake_of(models: list[nn.Module], optimizers: list[Any]) -> Remake:
