@@ -1,10 +1,11 @@
-"""Moving what a program holds under tags, with every other tensor that shares the memory."""
+"""Finding what a program holds, and moving it under tags with every other tensor that shares the memory."""
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,35 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
                 yield from parts(part)
     else:
         yield tensor
+
+
+def tensors_in(owner: object) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in attributes of a tensor or optimizer, each with the attribute: those in containers, too, and
+    those of optimizers inside."""
+    waiting: list[tuple[str, Any]] = list(vars(owner).items())
+    seen = {id(owner)}
+    while waiting:
+        attribute, value = waiting.pop()
+        if isinstance(value, Tensor):
+            yield attribute, value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, dict):
+                waiting += ((attribute, each) for each in value.values())
+            elif isinstance(value, (list, tuple, set)):
+                waiting += ((attribute, each) for each in value)
+            elif hasattr(value, "step") and hasattr(value, "param_groups"):
+                waiting += vars(value).items()
+
+
+def tags_of(tensors: Iterable[Tensor]) -> dict[torch.UntypedStorage, str]:
+    """Return the storages of ``tensors`` that are in regions, each once, with their tags."""
+    saver, found = process.saver(), {}
+    for part in (part for tensor in tensors for part in parts(tensor) if is_plain(part)):
+        storage = part.untyped_storage()
+        if storage.nbytes() and saver.owns(storage.data_ptr()):
+            found[storage.data_ptr()] = storage
+    return {storage: str(saver.backup_of(storage.data_ptr(), 1, 0)["tag"]) for storage in found.values()}
 
 
 def adopt_shared(tagged: Iterable[tuple[Tensor, str, PolicyLike | None]]) -> list[Tensor]:
