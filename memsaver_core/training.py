@@ -5,7 +5,7 @@
     with released(model, optimizer):
         rollout()  # an engine has the device meanwhile
 
-For torch modules, DDP, FSDP2, Megatron-core's and DeepSpeed's optimizers, each rank in a process of its own. All that a
+For torch modules, DDP, FSDP2, Megatron-core's and DeepSpeed's optimizers, each rank in a separate process. All that a
 trainer holds on the device goes: parameters, buffers, optimizer state, masters, gradients, what torch's allocator
 caches, and what NCCL's communicators hold. What was not made in a region is adopted, at the first release and where it
 is new at later ones; from then on its address stays. What lies in a region of yours is released with all of that
@@ -130,7 +130,7 @@ def release(
 
     Raises:
         ConfigurationError: it has nothing on the device, or another trainer has the name.
-        UnsupportedError: it is released already; parameters cannot be made again, or would not be the same; gradients
+        UnsupportedError: FSDP1 has wrapped the model; it is released already; parameters cannot be made again, or would not be the same; gradients
             to be kept are parts of DDP's buckets. In all these cases nothing was released.
         MemsaverError, torch.OutOfMemoryError: as ``memsaver_core.release``, ``adopt`` and ``communicators.suspend``
             raise them. Everything is resident; ranks that have released theirs must resume.
@@ -144,9 +144,7 @@ def release(
     optimizers = (
         list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
     )
-    for module in (each for root in models for each in root.modules()):
-        if callable(reshard := getattr(module, "reshard", None)):
-            reshard()  # FSDP2: parameters that a forward pass without a backward pass has left whole
+    _reshard(models)
     held = _held(models, optimizers, name, every_half=callable(parameters))
     owners = [tensor for tensor, _ in held if tensor.is_leaf and tensor.grad is not None]
     if gradients == "keep" and owners:
@@ -173,6 +171,18 @@ def release(
             owner.grad = None
         process.backend().empty_cache()
     return memory
+
+
+def _reshard(models: list[nn.Module]) -> None:
+    """Have FSDP2 free parameters that a forward pass without a backward pass has left whole."""
+    for module in (each for model in models for each in model.modules()):
+        if hasattr(module, "_fsdp_wrapped_module"):
+            raise UnsupportedError(
+                "FullyShardedDataParallel replaces the memory of its parameters in each step: shard the model by "
+                "torch.distributed.fsdp.fully_shard instead; nothing was released"
+            )
+        if callable(reshard := getattr(module, "reshard", None)):
+            reshard()
 
 
 def _held(models: list[nn.Module], optimizers: list[Any], name: str, *, every_half: bool) -> list[tuple[Tensor, str]]:
@@ -213,4 +223,4 @@ def _check(name: str, models: list[nn.Module], held: list[tuple[Tensor, str]]) -
     if owner is None:
         _owners[name] = weakref.ref(first)
     elif owner is not first:
-        raise ConfigurationError(f"another trainer of this process is called {name!r}; give each a name of its own")
+        raise ConfigurationError(f"another trainer of this process is called {name!r}; give each another name")

@@ -307,6 +307,17 @@ def test_what_is_refused_releases_nothing(name: str) -> None:
         release(nn.Linear(4, 4, device="meta"), name=f"{name}-meta")
 
 
+def test_fsdp1_is_refused(name: str, tmp_path: Path) -> None:
+    """It frees and takes storages in each step, which would leave the region."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rank", rank=0, world_size=1)
+    try:
+        model = torch.distributed.fsdp.FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+        with pytest.raises(ms.UnsupportedError, match="shard the model by torch"):
+            release(model, name=name)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_tensors_that_cannot_move_are_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
     class Odd(Tensor):
         pass
