@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from memsaver_core import communicators, process, release_resume
 from memsaver_core.adopting import adopt_shared, parts, tags_of, tensors_in
 from memsaver_core.contract.errors import ConfigurationError, UnsupportedError
-from memsaver_core.contract.policies import PolicyLike, parse_policy
+from memsaver_core.contract.policies import PolicyLike, keeps_all, parse_policy
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.device_memory import read_devices
 from memsaver_core.master_weights import Copies, Remake, made_from_masters, remake_of
@@ -129,9 +129,9 @@ def release(
             ``name.gradients``. Each trainer of a process needs another.
 
     Raises:
-        ConfigurationError: it has nothing on the device, or another trainer has the name.
-        UnsupportedError: FSDP1 has wrapped the model; it is released already; parameters cannot be made again, or would not be the same; gradients
-            to be kept are parts of DDP's buckets. In all these cases nothing was released.
+        ConfigurationError: an argument is none of these; it has nothing on the device; another trainer has the name.
+        UnsupportedError: FSDP1 has wrapped the model; it is released already; parameters cannot be made again, or would
+            not be the same; gradients to be kept are parts of DDP's buckets. In all these cases nothing was released.
         MemsaverError, torch.OutOfMemoryError: as ``memsaver_core.release``, ``adopt`` and ``communicators.suspend``
             raise them. Everything is resident; ranks that have released theirs must resume.
     """
@@ -140,10 +140,10 @@ def release(
         memory.report = release_resume.release()
         return memory
     kept = parse_policy(restore).value
+    _check_arguments(kept, gradients=gradients, parameters=parameters)
     models = [model] if isinstance(model, nn.Module) else list(model)
-    optimizers = (
-        list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
-    )
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = [each for each in optimizers if each is not None]
     _reshard(models)
     held = _held(models, optimizers, name, every_half=callable(parameters))
     owners = [tensor for tensor, _ in held if tensor.is_leaf and tensor.grad is not None]
@@ -171,6 +171,14 @@ def release(
             owner.grad = None
         process.backend().empty_cache()
     return memory
+
+
+def _check_arguments(kept: str, **given: object) -> None:
+    if not keeps_all(kept):
+        raise ConfigurationError(f"content is kept by restore='host' or 'file', not {kept!r}")
+    for name, value in given.items():
+        if value not in ("discard", "keep") and not (name == "parameters" and callable(value)):
+            raise ConfigurationError(f"{name} are to 'discard' or to 'keep', not {value!r}")
 
 
 def _reshard(models: list[nn.Module]) -> None:

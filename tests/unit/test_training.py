@@ -303,6 +303,9 @@ def test_what_is_refused_releases_nothing(name: str) -> None:
             release(other.model, other.optimizer, name=name)
     trainer.step()
     other.step()
+    for argument in ("gradients", "parameters", "restore"):
+        with pytest.raises(ms.ConfigurationError, match="'zero'"):
+            release(trainer.model, trainer.optimizer, name=name, **{argument: "zero"})  # type: ignore[arg-type]
     with pytest.raises(ms.ConfigurationError, match="has nothing on cpu"):
         release(nn.Linear(4, 4, device="meta"), name=f"{name}-meta")
 
