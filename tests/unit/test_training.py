@@ -173,11 +173,19 @@ def test_optimizer_state_that_is_new_is_released(name: str) -> None:
         assert by_tag(name, memory)["optimizer"] >= 2 * by_tag(name, memory)["model"] - 64 * PAGE
 
 
-def test_all_that_shares_the_memory_moves_along(name: str) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_all_that_shares_the_memory_moves_along(name: str, frozen: bool) -> None:
+    """Also what ``gc.freeze()`` has taken out of the collector's lists, as services do after their start."""
     trainer = Trainer()
     view = trainer.model.state_dict()["0.weight"]
-    with released(trainer.model, trainer.optimizer, name=name):
-        pass
+    if frozen:
+        gc.freeze()
+    try:
+        with released(trainer.model, trainer.optimizer, name=name):
+            pass
+        assert bool(gc.get_freeze_count()) is frozen
+    finally:
+        gc.unfreeze()
     trainer.step()
     assert torch.equal(view, trainer.model[0].weight)  # type: ignore[index]
 
