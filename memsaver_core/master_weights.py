@@ -60,7 +60,7 @@ class Copies:
     """Parameters that are made again instead of kept."""
 
     def __init__(self, storages: list[torch.UntypedStorage], remake: Remake) -> None:
-        """Raises UnsupportedError if there are none, or they would not come out the same."""
+        """Raises UnsupportedError if there are none, or they did not come out the same."""
         if not storages:
             raise UnsupportedError(
                 "no parameters can be made again: no optimizer of Megatron-core or DeepSpeed has masters of 16-bit "
@@ -72,8 +72,9 @@ class Copies:
         remake()
         if self._read() != self._digest:
             raise UnsupportedError(
-                "the parameters are not what the optimizer makes from its masters: they were written since its last "
-                "step. Keep them, or write the masters, too; nothing was released"
+                "the parameters were not what the optimizer makes from its masters, as its next step would, and are so "
+                "now. A caller that writes them must write the masters, too, or keep the parameters; nothing was "
+                "released"
             )
 
     def make_again(self) -> None:
@@ -89,7 +90,8 @@ class Copies:
         saver.synchronize()
         digests: list[object] = []
         for storage in self._storages:
-            whole = storage.nbytes() // 16 * 16
-            digests.append(saver.digest(storage.device.index or 0, storage.data_ptr(), whole, _DIGEST_KEY))
+            whole = storage.nbytes() // 16 * 16  # a digest's unit
+            if whole:
+                digests.append(saver.digest(storage.device.index or 0, storage.data_ptr(), whole, _DIGEST_KEY))
             digests.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[whole:].tolist())
         return digests

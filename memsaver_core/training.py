@@ -130,8 +130,9 @@ def release(
 
     Raises:
         ConfigurationError: an argument is none of these; it has nothing on the device; another trainer has the name.
-        UnsupportedError: FSDP1 has wrapped the model; it is released already; parameters cannot be made again, or would
-            not be the same; gradients to be kept are parts of DDP's buckets. In all these cases nothing was released.
+        UnsupportedError: FSDP1 has wrapped the model; it is released already; parameters cannot be made again, or are
+            not what masters make (they are then); gradients to be kept are parts of DDP's buckets. In all these cases
+            nothing was released.
         MemsaverError, torch.OutOfMemoryError: as ``memsaver_core.release``, ``adopt`` and ``communicators.suspend``
             raise them. Everything is resident; ranks that have released theirs must resume.
     """

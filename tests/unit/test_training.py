@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +101,42 @@ class MixedTrainer(Trainer):
         loss = (self.model(x) - x).float().square().mean()
         loss.backward()
         return loss.item()
+
+
+class Parallel(nn.Module):
+    """A model of which another rank's optimizer makes the second layer, as Megatron-core's wrapper: with its names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
+        self.ddp_config = SimpleNamespace(use_distributed_optimizer=True)
+        self.buffers = [SimpleNamespace(params=list(self.layers.parameters()))]  # type: ignore[assignment]
+        self.of_other_rank = [each.tolist() for each in self.layers[1].parameters()]
+        self.gathered = 0
+
+    def start_param_sync(self, *, force_sync: bool) -> None:
+        assert force_sync
+        self.gathered += 1
+        for parameter, made in zip(self.layers[1].parameters(), self.of_other_rank, strict=True):
+            parameter.data.copy_(torch.tensor(made))
+
+
+class DistributedOptimizer:
+    """Of Megatron-core's, what makes parameters."""
+
+    def __init__(self, model: Parallel) -> None:
+        self.buffers = model.buffers
+        self.model_float16_groups = [list(model.layers[0].parameters())]
+        self.shard_fp32_from_float16_groups = [[each.detach().float() for each in self.model_float16_groups[0]]]
+        self.param_groups = [{"params": self.shard_fp32_from_float16_groups[0]}]
+
+    def step(self) -> None:
+        raise NotImplementedError
+
+    def _copy_main_params_to_model_params(self) -> None:
+        for parameter, master in zip(self.model_float16_groups[0], self.shard_fp32_from_float16_groups[0], strict=True):
+            parameter.data.copy_(master)
 
 
 @pytest.fixture
@@ -220,6 +257,20 @@ def test_parameters_are_made_again_from_masters(name: str) -> None:
         assert torch.equal(trainer.optimizer.bit16_flat, plain.optimizer.bit16_flat)
 
 
+def test_parameters_of_which_each_rank_makes_a_part(name: str) -> None:
+    """What other ranks make is gathered before the release, as a forward pass would, and after the resume."""
+    model = Parallel()
+    optimizer = DistributedOptimizer(model)
+    expected = [each.detach().clone() for each in model.layers.parameters()]
+    model.layers[1].weight.data.zero_()  # the other rank's step, whose result is still to be gathered
+    chain = SimpleNamespace(chained_optimizers=[optimizer], step=None, param_groups=optimizer.param_groups)
+    with released([model], chain, parameters="discard", name=name) as memory:
+        assert set(by_tag(name, memory)) == {"copies", "optimizer"}
+        assert model.gathered == 2
+    assert model.gathered == 3
+    assert all(torch.equal(*pair) for pair in zip(model.layers.parameters(), expected, strict=True))
+
+
 def test_a_function_makes_parameters_again(name: str) -> None:
     trainer = Trainer(nn.Linear(64, 64).bfloat16())
     masters = [each.detach().float() for each in trainer.model.parameters()]
@@ -241,6 +292,7 @@ def test_parameters_that_masters_do_not_make_are_not_discarded(name: str) -> Non
     trainer.model[2].weight.data[0, 0] += 1  # type: ignore[index,union-attr,operator]
     with pytest.raises(ms.UnsupportedError, match="not what the optimizer makes"):
         release(trainer.model, trainer.optimizer, parameters="discard", name=name)
+    assert torch.equal(trainer.optimizer.bit16_flat, trainer.optimizer.master.bfloat16())
     trainer.step()
     plain = Trainer()
     with pytest.raises(ms.UnsupportedError, match="no parameters can be made again"):
