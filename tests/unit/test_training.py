@@ -424,7 +424,7 @@ def made():
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         mesh = dist.init_device_mesh("cpu", (2,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        for each in (layers[0], layers[2], model):
+        for each in (layers[0], model):
             fully_shard(each, mesh=mesh, mp_policy=policy)
     else:
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=kind == "ddp views")
