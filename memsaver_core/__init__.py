@@ -43,7 +43,7 @@ from memsaver_core.contract.status import (
 )
 
 if TYPE_CHECKING:
-    from memsaver_core import communicators
+    from memsaver_core import communicators, training
     from memsaver_core.device_memory import graph_memory_bytes, read_communicators, read_devices, read_torch_memory
     from memsaver_core.graphs import GraphPool, graph
     from memsaver_core.hibernation import hibernation_obstacles
@@ -76,7 +76,7 @@ __all__ = [
     "communicators", "configure", "core_settings", "driver_name", "enabled", "give_back_reserved", "graph",
     "graph_memory_bytes", "hibernation_obstacles", "is_plain", "load_weights", "prepare_backup", "read_communicators",
     "read_devices", "read_torch_memory", "region", "release", "release_with", "reserve_with", "resize",
-    "resume", "resume_with", "revision_of", "status", "torch_device",
+    "resume", "resume_with", "revision_of", "status", "torch_device", "training",
 ]  # fmt: skip
 
 #: The modules that have the other names. They import torch, so that happens at the first use of such a name.
@@ -88,8 +88,8 @@ _LAZY = (
 if not TYPE_CHECKING:  # else type checkers would accept any name
 
     def __getattr__(name: str) -> object:
-        if name == "communicators":
-            return importlib.import_module(f"{__name__}.communicators")
+        if name in ("communicators", "training"):
+            return importlib.import_module(f"{__name__}.{name}")
         if name in __all__:
             for module in _LAZY:
                 if value := vars(importlib.import_module(f"{__name__}.{module}")).get(name):

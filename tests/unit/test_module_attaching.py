@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import memsaver_core as ms
-from memsaver_core import process
+from memsaver_core import adopting, process
 from memsaver_server.engine import AdmissionClosedError, DrainTimeoutError, Engine, GeneratingEngine
 from memsaver_server.integrations.module import ModuleEngine
-from memsaver_server.integrations.module import engine as module_engine
 from memsaver_server.integrations.module.engine import tensors_of
 from tests.programs import output_of
 
@@ -155,7 +154,7 @@ def test_what_is_in_a_region_already_stays_there(engine_of: Callable[..., Module
 
 
 def test_much_moves_in_batches(engine_of: Callable[..., ModuleEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_engine, "BATCH_BYTES", 3000)
+    monkeypatch.setattr(adopting, "BATCH_BYTES", 3000)
     module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(9)))
     x = torch.randn(2, 16)
     expected = module(x)

@@ -10,7 +10,6 @@ import operator
 import threading
 import types
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,14 +22,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 import memsaver_core as ms
+from memsaver_core.adopting import adopt_shared
 from memsaver_core.contract.errors import ConfigurationError
 from memsaver_server.engine.gate import Gate, InFlightRequest
 from memsaver_server.integrations.adapter.calls import NestedRequests
 
 logger = logging.getLogger("memsaver")
-
-#: How many bytes move at once. The device needs room for a copy of these, or of one larger tensor.
-BATCH_BYTES = 256 << 20
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 
@@ -38,7 +35,6 @@ Kind = Literal["parameter", "persistent buffer", "buffer", "attribute"]
 #: Kinds that are in a state dict.
 _SAVED = ("parameter", "persistent buffer")
 Policy = ms.RestorePolicy | str | None
-_Place = tuple[str, Policy, torch.device]
 
 
 class ModuleEngine(Gate):
@@ -291,61 +287,12 @@ def _tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Te
 
 
 def _move(tagged: Iterable[tuple[ModuleTensor, str, Policy]]) -> None:
-    """Move each tensor under its tag and policy. The first of those that share memory decides for all of them. Every
-    other tensor of the process that shares the memory, for example in a state dict, moves along. What is under a tag
-    already stays, and so does host memory if memsaver manages a device's. After an error (the device may lack room for
-    a copy of what moves at once) some tensors have moved; each has its content, and the call can be repeated."""
-    managed = ms.torch_device().type
-    storages: dict[int, tuple[_Place, list[Tensor]]] = {}  # each with the tensors that share it
-    left = []
-    for each, tag, restore in tagged:
-        for tensor in _parts(each.tensor):
-            if tensor.device.type == managed and not ms.is_plain(tensor):
-                left.append(each.name)
-            elif tensor.device.type == managed:
-                place = (tag, restore, tensor.device)
-                storages.setdefault(tensor.untyped_storage()._cdata, (place, []))[1].append(tensor)
-    if left:
+    """Move each tensor, and what shares its memory, under its tag and policy; see ``adopt_shared``."""
+    placed = list(tagged)
+    left = {id(tensor) for tensor in adopt_shared((each.tensor, tag, restore) for each, tag, restore in placed)}
+    if names := [each.name for each, _, _ in placed if id(each.tensor) in left]:
         logger.warning(
             "%s of a kind that cannot be moved: released only if made inside a region. Load the module inside "
             'memsaver_core.region("weights")',
-            _listed(left),
+            _listed(names),
         )
-    # is_plain() goes by exact type, not isinstance(): a lazy object's __class__ may run code.
-    for tensor in [each for each in gc.get_objects() if ms.is_plain(each)]:
-        if tensor.device.type == managed and tensor.untyped_storage()._cdata in storages:
-            storages[tensor.untyped_storage()._cdata][1].append(tensor)
-    batches: dict[_Place, list[Tensor]] = {}
-    sizes: Counter[_Place] = Counter()
-    for place, tensors in storages.values():
-        batches.setdefault(place, []).extend(tensors)
-        sizes[place] += tensors[0].untyped_storage().nbytes()
-        if sizes[place] >= BATCH_BYTES:
-            _adopt(place, batches.pop(place))
-            del sizes[place]
-    for place, tensors in batches.items():
-        _adopt(place, tensors)
-
-
-def _adopt(place: _Place, tensors: list[Tensor]) -> None:
-    tag, restore, device = place
-    old = [tensor.untyped_storage() for tensor in tensors]
-    _synchronize(device)  # other streams may still write what is to be copied
-    ms.adopt(tensors, tag, restore=restore, device=device.index)
-    _synchronize(device)  # other streams may be given the old memory once it is free
-    del old
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that have the memory of ``tensor``: those that it wraps, or itself."""
-    if hasattr(type(tensor), "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        for name in names:
-            yield from _parts(getattr(tensor, name))
-    else:
-        yield tensor

@@ -1,0 +1,301 @@
+"""A trainer with Adam and an engine on one GPU that give the device to each other: ways to do it, side by side.
+
+Trainer and engine are processes of their own. The trainer is FSDP2 (`fully_shard`, one rank) over a model of 3B shape,
+fp32 parameters and Adam, bfloat16 compute. The engine is a process with weights of 16 bits and a cache, by memsaver in
+every mode. A step: the engine releases, the trainer resumes, trains and releases, the engine resumes.
+
+    python benchmarks/training.py                        # memsaver and `.to("cpu")`; needs a GPU
+    python benchmarks/training.py --stock DIR            # torch_memory_saver, too, from a folder that has it
+    MEMSAVER_DRIVER=host python benchmarks/training.py --tiny --steps 2 --out /tmp   # on the host driver, as a check
+
+Losses must equal those of a run that never releases, which has the device for itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from _machine import about_gpu, touch_host_memory
+from _record import new_parser, new_result, write
+
+MIB = 1 << 20
+MODES = ("memsaver", "to cpu", "torch_memory_saver")
+PARTS = ("engine releases", "trainer resumes", "training", "trainer releases", "engine resumes")
+#: How a line of a child begins that answers: torch and torch_memory_saver print, too.
+ANSWER = "ANSWER "
+ON_GPU = torch.cuda.is_available()
+PLACE = torch.device("cuda" if ON_GPU else "cpu")
+
+#: Qwen2.5-3B's shape, and one for a check.
+SHAPE = {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+         "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True}  # fmt: skip
+
+# -- the children: a command on each line of their input, an answer on each line of their output -----------------------
+
+
+def answer(value: Any) -> None:
+    print(ANSWER + json.dumps(value), flush=True)
+
+
+def serve(calls: dict[str, Callable[[], Any]]) -> None:
+    answer(None)
+    for line in sys.stdin:
+        begun = time.perf_counter()
+        value = calls[line.strip()]()
+        if ON_GPU:
+            torch.cuda.synchronize()
+        answer([time.perf_counter() - begun, value])
+
+
+def engine(weights_bytes: int, cache_bytes: int) -> None:
+    import memsaver_core as ms
+
+    with ms.region("weights"):
+        weights = torch.empty(weights_bytes // 2, dtype=torch.bfloat16, device=PLACE).normal_(std=0.02)
+    with ms.region("kv_cache"):
+        cache = torch.zeros(cache_bytes, dtype=torch.uint8, device=PLACE)
+    expected = weights[::4099].float().sum().item()
+
+    def resume() -> bool:
+        ms.resume()
+        return weights[::4099].float().sum().item() == expected and not cache[::4099].any()
+
+    serve({"release": lambda: ms.release().released_bytes / MIB, "resume": resume})
+
+
+def trainer(mode: str, shape: dict[str, Any], folder: str, tokens: int) -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    backend = "nccl" if ON_GPU else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/{mode}", rank=0, world_size=1)
+    mesh = dist.init_device_mesh(PLACE.type, (1,))
+    torch.manual_seed(0)
+    with ExitStack() as stack:
+        if mode == "torch_memory_saver":
+            from torch_memory_saver import torch_memory_saver
+
+            stack.enter_context(torch_memory_saver.region("trainer", enable_cpu_backup=True))
+        with PLACE:
+            model = AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for layer in (*model.model.layers, model):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=ON_GPU)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()  # it makes its state, in the region of those who need one
+        optimizer.zero_grad()
+    ids = torch.randint(10, shape["vocab_size"], (4, tokens), device=PLACE)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = 0.0
+        for each in ids:
+            of_each = model(each[None], labels=each[None]).loss
+            of_each.backward()
+            loss += of_each.item()
+        optimizer.step()
+        return loss
+
+    serve({"train": step, **_WAYS[mode](model, optimizer)})
+    dist.destroy_process_group()
+
+
+def by_memsaver(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Callable[[], Any]]:
+    from memsaver_core import training
+
+    held: list[training.Released] = []
+    return {
+        "release": lambda: held.append(training.release(model, optimizer)),
+        "resume": lambda: held.pop().resume(),
+    }
+
+
+def to_cpu(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Callable[[], Any]]:
+    """As verl 0.9.1 does it with FSDP2."""
+
+    def move(place: torch.device | str) -> None:
+        optimizer.zero_grad()
+        model.to(place, non_blocking=True)
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                state[key] = value.to(place, non_blocking=True)
+        if ON_GPU:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    return {"release": lambda: move("cpu"), "resume": lambda: move(PLACE)}
+
+
+def by_torch_memory_saver(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Callable[[], Any]]:
+    from torch_memory_saver import torch_memory_saver
+
+    def release() -> None:
+        optimizer.zero_grad()
+        torch.cuda.empty_cache()
+        torch_memory_saver.pause("trainer")
+
+    return {"release": release, "resume": lambda: torch_memory_saver.resume("trainer")}
+
+
+_WAYS = {
+    "never released": lambda model, optimizer: {},
+    "memsaver": by_memsaver,
+    "to cpu": to_cpu,
+    "torch_memory_saver": by_torch_memory_saver,
+}
+
+
+class Child:
+    def __init__(self, stack: ExitStack, *arguments: str, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--child", json.dumps(arguments)],
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        stack.callback(self.process.wait)
+        stack.callback(self.process.kill)
+        self._read()
+
+    def call(self, name: str) -> tuple[float, Any]:
+        assert self.process.stdin is not None
+        print(name, file=self.process.stdin, flush=True)
+        seconds, value = self._read()
+        return seconds, value
+
+    def _read(self) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(ANSWER):
+                return json.loads(line.removeprefix(ANSWER))
+        raise RuntimeError(f"a child has ended: {self.process.args}")
+
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+
+
+def start_trainer(stack: ExitStack, mode: str, options: argparse.Namespace) -> Child:
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    shape = json.dumps(TINY if options.tiny else SHAPE)
+    environment = {}
+    if mode == "torch_memory_saver":
+        environment["PYTHONPATH"] = os.pathsep.join([str(options.stock), os.environ.get("PYTHONPATH", "")])
+        find = "from torch_memory_saver.utils import get_binary_path_from_package as f; "
+        find += "print(f('torch_memory_saver_hook_mode_preload'))"
+        found = subprocess.run(
+            [sys.executable, "-c", find], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+        )
+        environment["LD_PRELOAD"] = found.stdout.strip()
+    tokens = 16 if options.tiny else 512
+    return Child(stack, "trainer", mode, shape, folder, str(tokens), **environment)
+
+
+def never_released(options: argparse.Namespace) -> list[float]:
+    """Return the losses."""
+    with ExitStack() as stack:
+        child = start_trainer(stack, "never released", options)
+        return [child.call("train")[1] for _ in range(options.steps)]
+
+
+def measure(mode: str, losses: list[float], options: argparse.Namespace) -> dict[str, Any]:
+    unit = MIB if options.tiny else 1 << 30
+    free = psutil.virtual_memory().available
+    with ExitStack() as stack:
+        served = Child(stack, "engine", str(6 * unit), str(options.cache * unit))
+        served.call("release")
+        learner = start_trainer(stack, mode, options)
+        learner.call("release")
+        equal, rows, host = served.call("resume")[1], [], 0
+        for expected in losses:
+            row = {"engine releases": served.call("release")[0], "trainer resumes": learner.call("resume")[0]}
+            row["training"], loss = learner.call("train")
+            row["trainer releases"], _ = learner.call("release")
+            host = max(host, free - psutil.virtual_memory().available)
+            row["engine resumes"], intact = served.call("resume")
+            equal = equal and intact and loss == expected
+            rows.append(row)
+            print(mode, {part: round(seconds, 3) for part, seconds in row.items()}, flush=True)
+    return {"steps": rows, "host_mib": host / MIB, "equal": equal}
+
+
+def to_markdown(record: dict[str, Any]) -> str:
+    modes = record["modes"]
+
+    def cells(tell: Callable[[dict[str, Any]], str]) -> str:
+        return " | ".join(f"FAILED: {each['failed']}" if "failed" in each else tell(each) for each in modes.values())
+
+    def median(*parts: str) -> str:
+        return cells(lambda each: f"{statistics.median(sum(row[part] for part in parts) for row in each['steps']):.3f}")
+
+    lines = [
+        f"# A trainer and an engine on one device: {record['gpu']}, driver {record['driver']}, torch {record['torch']}",
+        "",
+        f"{record['date']}, `{record['command']}`. FSDP2 with Adam on one rank. Medians of {record['steps']} steps, "
+        "seconds; host memory: what the machine has less of it than before, while the trainer is released.",
+        "",
+        f"| | {' | '.join(modes)} |",
+        f"|---|{'---|' * len(modes)}",
+        *(f"| {part} | {median(part)} |" for part in PARTS),
+        f"| hand-over to the engine | {median('trainer releases', 'engine resumes')} |",
+        f"| hand-over to the trainer | {median('engine releases', 'trainer resumes')} |",
+        f"| the whole step | {median(*PARTS)} |",
+        "| host memory, MiB | " + cells(lambda each: f"{each['host_mib']:,.0f}") + " |",
+        "| losses and weights equal | " + cells(lambda each: "yes" if each["equal"] else "NO") + " |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--stock", type=Path, help="a folder with torch_memory_saver")
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="by default all for which there is what they need")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--cache", type=int, default=32, help="the engine's cache, GiB")
+    parser.add_argument("--tiny", action="store_true", help="a model of 128 KiB, and MiB for GiB: a check")
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        kind, *arguments = options.child
+        if kind == "engine":
+            engine(*map(int, arguments))
+        else:
+            mode, shape, folder, tokens = arguments
+            trainer(mode, json.loads(shape), folder, int(tokens))
+        return
+    about = about_gpu() if ON_GPU else {"gpu": "the host driver", "driver": "none", "torch": torch.__version__}
+    record: dict[str, Any] = {**new_result("training.py"), **about, "steps": options.steps, "modes": {}}
+    if ON_GPU:
+        touch_host_memory()
+    losses = never_released(options)
+    page = ""
+    for mode in options.modes or [each for each in MODES if each != "torch_memory_saver" or options.stock]:
+        try:
+            record["modes"][mode] = measure(mode, losses, options)
+        except Exception as error:
+            record["modes"][mode] = {"failed": str(error)[-300:].replace("\n", " ").replace("|", "/")}
+        # What is measured is measured, whatever becomes of the next.
+        page = write("training", record, to_markdown, options.out)
+    print(page)
+
+
+if __name__ == "__main__":
+    main()
