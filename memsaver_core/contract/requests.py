@@ -197,7 +197,7 @@ class Resume(_OnTags):
 
     operation: ClassVar[Verb] = "resume"
 
-    wait_for_memory_s: Annotated[Seconds, Acts("service", lasting=True)] = Field(
+    wait_for_memory_s: Annotated[Seconds, Acts("service")] = Field(
         default=0.0, description="How long to wait until other processes free device memory."
     )
     weights_version: Annotated[WeightsVersion | None, Acts("service", lasting=True)] = Field(

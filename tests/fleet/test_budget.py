@@ -14,6 +14,7 @@ from tests.waiting import wait_until
 
 from .conftest import Sites
 from .light_engine import MIB
+from .served_fleet import served
 
 
 class Trainer:
@@ -55,6 +56,17 @@ def test_resumes_that_do_not_fit_together_are_refused(fleet: Fleet, sites: Sites
     assert all(site.is_released for site in sites.values())
 
 
+def test_a_dry_run_names_what_does_not_fit_together(sites: Sites, trainer: Trainer) -> None:
+    with served([site.member for site in sites.values()]) as http:
+        assert http.post("/release_memory_occupation").is_success
+        trainer.fill_up_to(4 * MIB)
+        for waits, found in ((0, True), (30, False)):
+            plan = http.post("/resume_memory_occupation", json={"dry_run": True, "wait_for_memory_s": waits}).json()
+            assert any(f"{6 * MIB} bytes are needed" in each for each in plan["blockers"]) == found
+        trainer.end()
+        assert http.post("/resume_memory_occupation", json={"dry_run": True}).json()["blockers"] == []
+
+
 def test_best_effort_resumes_in_turn_what_fits(fleet: Fleet, sites: Sites, trainer: Trainer) -> None:
     assert fleet.release().success
     trainer.fill_up_to(4 * MIB)
@@ -81,3 +93,15 @@ def test_resumes_wait_for_memory(coordinate: Callable[..., Fleet], sites: Sites,
     trainer.end()
     waiting.join()
     assert results[0].success, results[0].message
+
+
+def test_a_reconciler_waits_for_no_memory(coordinate: Callable[..., Fleet], sites: Sites, trainer: Trainer) -> None:
+    """It waited as long as the call that it repeats, with the locks that a release of the engine needs."""
+    fleet = coordinate()
+    assert fleet.release().success
+    assert fleet.resume(wait_for_memory_s=3600).success
+    assert sites["a"].http.post("/release_memory_occupation").is_success
+    trainer.fill_up_to(0)
+    assert [(each.name, each.kind) for each in fleet.reconcile()] == [("a", "out_of_device_memory")]
+    trainer.end()
+    assert [(each.name, each.success) for each in fleet.reconcile()] == [("a", True)]

@@ -348,6 +348,31 @@ def test_an_engine_that_leaves_meanwhile_is_not_left_half_done(sites: Sites, tmp
     assert all(site.is_released for site in sites.values())
 
 
+def test_who_is_selected_is_decided_when_its_turn_comes(sites: Sites, tmp_path: Path) -> None:
+    """It acted on the engines that had the label before it waited for their locks, and left out the others."""
+    path = tmp_path / "members.yaml"
+
+    def label(**of_each: str) -> None:
+        lines = (f"- {{name: {n}, url: '{sites[n].wire.url}', labels: {{r: {r}}}}}" for n, r in of_each.items())
+        path.write_text("\n".join(lines))
+
+    label(a="x", b="x", c="y")
+    asked = lambda: sum("/memory_occupation" in text for text in sites["a"].wire.seen)  # noqa: E731
+    with Fleet(StaticMembership(path)) as fleet, ThreadPoolExecutor(2) as pool:
+        assert fleet.release(Selector(names=("c",))).success
+        sites["b"].engine.memory.hold("release")
+        releasing = pool.submit(fleet.release, Selector(names=("a", "b")))
+        wait_until(lambda: fleet.progress and fleet.progress.stage == "committing")
+        before = asked()
+        resuming = pool.submit(fleet.resume, Selector(labels={"r": "x"}))
+        wait_until(lambda: asked() > before)
+        label(a="y", b="x", c="x")
+        sites["b"].engine.memory.heal()
+        assert releasing.result().success
+        assert sorted(states(resuming.result())) == ["b", "c"]
+    assert [site.is_serving for site in sites.values()] == [False, True, True]
+
+
 def test_a_repeat_under_the_same_id_acts_once(fleet: Fleet, sites: Sites) -> None:
     first = fleet.release(operation_id="once", mode="best_effort")
     assert fleet.release(operation_id="once", mode="best_effort") == first

@@ -12,9 +12,12 @@ import shutil
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from pydantic.warnings import UnsupportedFieldAttributeWarning
 
 from .layout import WIDTH, text_of
 
@@ -141,4 +144,6 @@ def _fork(name: str, group: Group, environment: dict[str, str], recorded: Path, 
 
 
 if __name__ == "__main__":
+    # FastAPI suppresses it, but not while two threads make applications; it would be in what a command prints.
+    warnings.filterwarnings("ignore", category=UnsupportedFieldAttributeWarning)
     main()

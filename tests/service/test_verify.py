@@ -194,5 +194,7 @@ def test_an_engine_that_cannot_be_verified(memory: Memory) -> None:
     with attach(Gate()) as attachment, httpx.Client(base_url=attachment.url, timeout=600, verify=False) as http:
         answer = post(http, "/release_memory_occupation", TOKEN, 400)
         assert error_of(answer) == "verification_unavailable"
+        plan = post(http, "/release_memory_occupation", {**TOKEN, "dry_run": True})
+        assert ["cannot be verified" in each for each in plan["blockers"]] == [True]
     with pytest.raises(ConfigurationError, match="MEMSAVER_VERIFY_TOKENS"):
         attach(Gate(), settings=Settings(verify_tokens=True))

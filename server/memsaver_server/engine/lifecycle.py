@@ -101,7 +101,7 @@ class Lifecycle:
             raise errors.UnsupportedError(
                 f"the engine cannot be hibernated: {'; '.join(reasons)}; nothing was released"
             )
-        self._verification.check(request)
+        self.check(request)
         return self.operations.submit(request, partial(self._release, request), key=key, client=client)
 
     def _release(self, request: Release, operation: Operation, log: PhaseLog) -> OperationReport:
@@ -165,7 +165,7 @@ class Lifecycle:
             operation.hold()
             return operation.moved(self.memory.resume(request, log=log))
         self._check_usable()
-        self.check_resume(request)
+        self.check(request)
         status = self.memory.status()
         released = released_tags(status)
         request = request.model_copy(update={"tags": self.tags_to_resume(request.tags)})
@@ -232,7 +232,7 @@ class Lifecycle:
     def _map_smaller(self, request: Resume, operation: Operation, log: PhaseLog) -> OperationReport:
         """Resume all else, and then as much of the KV cache as fits. If that fails, what came back stays."""
         assert self.fit_cache is not None
-        self.check_resume(request)
+        self.check(request)
         operation.hold()
         asked = {tag for tag in released_tags(self.memory.status()) if not request.tags or tag in request.tags}
         others = request.model_copy(update={"tags": tuple(sorted(asked - {*ResizeKvCache.tags}))})
@@ -244,7 +244,7 @@ class Lifecycle:
 
     def _map(self, request: Resume, operation: Operation, log: PhaseLog) -> OperationReport:
         """Resume the memory; if that is to be prepared, on device memory that is reserved before."""
-        self.check_resume(request)  # again: an update may have come first
+        self.check(request)  # again: an update may have come first
         if operation.blocks_others:
             with log.phase(Phase.RESERVE):
                 self.memory.reserve(request)
@@ -373,10 +373,10 @@ class Lifecycle:
         if status.state == "failed":
             raise errors.EngineFailedError(failed_for_good(status))
 
-    def check_resume(self, request: Resume) -> None:
+    def check(self, request: Release | Resume) -> None:
         """Raise VerificationUnavailableError or WrongWeightsError if it asks for what is not there."""
         self._verification.check(request)
-        if request.weights_version is None:
+        if isinstance(request, Release) or request.weights_version is None:
             return
         held = self.snapshot().weights_version
         if request.weights_version != held:

@@ -15,7 +15,7 @@ from memsaver_core.contract.requests import Asked, OperationName, Release, Resiz
 from memsaver_core.contract.status import DeviceMemory, Status, TagStatus
 from memsaver_core.ranks.plans import backup_rooms, device_rooms, planned_release
 from memsaver_server.engine.admission import failed_for_good
-from memsaver_server.engine.lifecycle import Lifecycle
+from memsaver_server.engine.lifecycle import Lifecycle, Snapshot
 from memsaver_server.engine.tag_selection import keeps_content, narrowed, needs_writing
 from memsaver_server.operation.operation import Operation
 from memsaver_server.operation.queue import conflicts
@@ -32,7 +32,7 @@ def plan_release(lifecycle: Lifecycle, request: Release) -> PlanAnswer:
     held = () if now.status.hibernated else now.status.tags  # then nothing is on the device
     tags = [_released(tag, asked) for tag in held if not asked.tags or tag.tag in asked.tags]
     host, file = backup_rooms(tags, now.status)
-    blockers = [*general_blockers(now.status, request, now.running)]
+    blockers = list(_blockers(lifecycle, now, request))
     if request.hibernate and now.status.enabled:
         blockers += memory.hibernation_obstacles()
     if host.is_short and now.status.host_backup.shared_store is None:
@@ -50,11 +50,7 @@ def plan_resume(lifecycle: Lifecycle, request: Resume, devices: Iterable[DeviceM
     tags = [tag for tag in now.status.tags if tag.released_bytes and (not asked or tag.tag in asked)]
     whole = [tag for tag in tags if request.kv_cache == "whole" or tag.tag not in ResizeKvCache.tags]
     rooms = device_rooms(whole, now.status, devices)
-    blockers = list(general_blockers(now.status, request, now.running))
-    try:
-        lifecycle.check_resume(request)
-    except MemsaverError as refused:
-        blockers.append(str(refused))
+    blockers = list(_blockers(lifecycle, now, request))
     planned = [
         PlannedTag(tag=tag.tag, restore=tag.restore, bytes=tag.released_bytes, loses_content=tag.tag in now.unwritten)
         for tag in tags
@@ -123,6 +119,14 @@ def readable(size: int) -> str:
 def _released(tag: TagStatus, request: Release) -> PlannedTag:
     lost = bool(tag.resident_bytes) and not keeps_content(tag, request) and needs_writing(tag, request)
     return planned_release(tag, request).model_copy(update={"loses_content": lost})
+
+
+def _blockers(lifecycle: Lifecycle, now: Snapshot, request: Release | Resume) -> Iterable[str]:
+    yield from general_blockers(now.status, request, now.running)
+    try:
+        lifecycle.check(request)
+    except MemsaverError as refused:
+        yield str(refused)
 
 
 def general_blockers(status: Status, request: Asked, running: Operation | None) -> Iterable[str]:

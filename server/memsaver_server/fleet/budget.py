@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from memsaver_core.contract.phases import Phase
+from memsaver_core.contract.reports import DeviceRoom
 from memsaver_core.contract.requests import AskedOfFleet
 from memsaver_core.contract.status import OccupationAnswer
 from memsaver_server.fleet.connection import EngineFailure
@@ -24,6 +25,13 @@ class Gpu:
     @property
     def is_short(self) -> bool:
         return len(self.needs) > 1 and sum(self.needs.values()) > self.free_bytes
+
+    def shortage(self, uuid: str) -> str:
+        each = ", ".join(f"{name} {size}" for name, size in sorted(self.needs.items()))
+        return (
+            f"GPU {uuid}: {sum(self.needs.values())} bytes are needed ({each}), {self.free_bytes} are free. "
+            "Free memory there, or select fewer engines"
+        )
 
 
 async def groups_of(request: AskedOfFleet, parts: Sequence[Part]) -> list[list[Part]]:
@@ -53,31 +61,31 @@ async def _needs(request: AskedOfFleet, parts: Sequence[Part]) -> dict[str, Gpu]
     async def count(part: Part) -> None:
         if part.before is None or all(users[uuid] < 2 for uuid in uuids_of(part.before)):
             return
-        uuids = {device.index: device.uuid for device in part.before.devices}
         try:
             plan = await part.connection.plan("resume", request.tags)
         except EngineFailure as failure:
             part.fail("preparing", failure)
             return
-        for room in plan.devices:
-            if room.needed_bytes and room.index in uuids:
-                gpu = gpus.setdefault(uuids[room.index], Gpu(room.free_bytes))
-                gpu.free_bytes = min(gpu.free_bytes, room.free_bytes)
-                gpu.needs[part.member.name] = room.needed_bytes
+        add_needs(gpus, part.member.name, part.before, plan.devices)
 
     await asyncio.gather(*map(count, parts))
     return gpus
 
 
+def add_needs(gpus: dict[str, Gpu], name: str, now: OccupationAnswer, rooms: Iterable[DeviceRoom]) -> None:
+    """Add what an engine that is ``now`` so needs of each GPU, by its own plan."""
+    uuids = {device.index: device.uuid for device in now.devices}
+    for room in rooms:
+        if room.needed_bytes and room.index in uuids:
+            gpu = gpus.setdefault(uuids[room.index], Gpu(room.free_bytes))
+            gpu.free_bytes = min(gpu.free_bytes, room.free_bytes)
+            gpu.needs[name] = room.needed_bytes
+
+
 def _refuse(uuid: str, gpu: Gpu, parts: Sequence[Part]) -> None:
-    each = ", ".join(f"{name} {size}" for name, size in sorted(gpu.needs.items()))
-    message = (
-        f"GPU {uuid}: {sum(gpu.needs.values())} bytes are needed ({each}), {gpu.free_bytes} are free. "
-        "Free memory there, or select fewer engines"
-    )
     for part in parts:
         if part.member.name in gpu.needs:
-            part.fail("preparing", EngineFailure("out_of_device_memory", message))
+            part.fail("preparing", EngineFailure("out_of_device_memory", gpu.shortage(uuid)))
 
 
 def _joined(parts: Sequence[Part], crowds: Sequence[set[str]]) -> list[list[Part]]:

@@ -324,25 +324,36 @@ class AsyncFleet:
         return await self._selected(operation)
 
     async def _selected(self, operation: FleetOperation) -> FleetResult:
+        """Carry an operation out on the engines that it selects once it has their locks, for which it may have waited:
+        engines come and go meanwhile, move to other GPUs, and hold something else."""
+        parts = await self._parts_of(operation)
+        while True:
+            names = self._lock_names(operation, parts)
+            waits = self._locks.any_held(names)
+            async with self._locks.held(names, operation.given_up):
+                if waits and not operation.given_up.is_set():
+                    parts = await self._parts_of(operation)
+                    if self._lock_names(operation, parts) - names:
+                        continue
+                operation.parts = parts
+                if operation.origin == "turns":
+                    await self._give_way(operation)
+                async with self.around(operation):
+                    return await self._execute(operation)
+
+    async def _parts_of(self, operation: FleetOperation) -> list[Part]:
+        """Return a part for each engine that an operation selects now; raise NoEngineError if one is missing."""
         selector = operation.asked.selected()
         parts = await self.roster.parts(selector, partial(setattr, operation, "parts"))
         strangers = await self.roster.strangers(selector, parts) if parts else []
         if nobody := NoEngineError.of(selector, parts, strangers):
             raise nobody
-        names = set().union(*(part.locks for part in parts))
+        return parts
+
+    def _lock_names(self, operation: FleetOperation, parts: Sequence[Part]) -> set[str]:
         if operation.request.operation == "resize":
-            names = {of_cache(part.member.name) for part in parts}
-        waits = self._locks.any_held(names)
-        async with self._locks.held(names, operation.given_up):
-            if waits and not operation.given_up.is_set():  # what they hold may have changed
-                again = [Part(part.member, part.connection) if part.failure is None else part for part in parts]
-                await asyncio.gather(*(self.roster.ask(part) for part in again if part.failure is None))
-                parts = again
-            operation.parts = parts
-            if operation.origin == "turns":
-                await self._give_way(operation)
-            async with self.around(operation):
-                return await self._execute(operation)
+            return {of_cache(part.member.name) for part in parts}
+        return set().union(*(part.locks for part in parts))
 
     async def _give_way(self, operation: FleetOperation) -> None:
         """Fail the parts of a turn whose engines a caller has released for good, or whose weights a caller demands in
