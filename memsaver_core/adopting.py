@@ -81,7 +81,8 @@ def adopt_shared(tagged: Iterable[tuple[Tensor, str, PolicyLike | None]]) -> lis
             elif part.untyped_storage().nbytes() and not saver.owns(part.untyped_storage().data_ptr()):
                 place = (tag, restore, part.device)
                 storages.setdefault(part.untyped_storage()._cdata, (place, []))[1].append(part)
-    for tensor in _all_tensors() if storages else ():
+    # is_plain() goes by exact type, not isinstance(): a lazy object's __class__ may run code.
+    for tensor in filter(is_plain, all_objects()) if storages else ():
         if tensor.device.type == managed and tensor.untyped_storage()._cdata in storages:
             storages[tensor.untyped_storage()._cdata][1].append(tensor)
     batches: dict[_Place, list[Tensor]] = {}
@@ -97,15 +98,11 @@ def adopt_shared(tagged: Iterable[tuple[Tensor, str, PolicyLike | None]]) -> lis
     return left
 
 
-def _all_tensors() -> list[Tensor]:
-    """Return the plain tensors of this process that Python knows."""
-    if frozen := gc.get_freeze_count():
-        gc.unfreeze()  # what is frozen is in no list of objects
-    # is_plain() goes by exact type, not isinstance(): a lazy object's __class__ may run code.
-    tensors = [each for each in gc.get_objects() if is_plain(each)]
-    if frozen:
-        gc.freeze()
-    return tensors
+def all_objects() -> list[Any]:
+    """Return the objects of this process that Python's collector knows. It knows frozen ones again from now on: to freeze
+    all anew would keep what is garbage later."""
+    gc.unfreeze()
+    return gc.get_objects()
 
 
 def _adopt(place: _Place, tensors: list[Tensor]) -> None:

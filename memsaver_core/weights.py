@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from bisect import bisect_right
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from memsaver_core import _native, process
+from memsaver_core.adopting import all_objects
 from memsaver_core.contract.errors import BackupError, MemsaverError
 from memsaver_core.contract.policies import policy_for
 from memsaver_core.manifests import Allocation, Manifest, SharedStore, WeightsKey, kept_in
@@ -206,7 +206,7 @@ def _sharing(storages: Sequence[torch.UntypedStorage]) -> list[list[torch.Tensor
     """Return the tensors of this process that share each storage."""
     numbers = {storage._cdata: number for number, storage in enumerate(storages)}
     found: list[list[torch.Tensor]] = [[] for _ in storages]
-    for each in gc.get_objects():
+    for each in all_objects():
         if _is_movable(each) and (number := numbers.get(each.untyped_storage()._cdata)) is not None:
             found[number].append(each)
     return found

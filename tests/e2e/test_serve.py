@@ -303,14 +303,15 @@ def test_two_engines_keep_their_weights_once() -> None:
         room = httpx.post(f"{first.url}/release_memory_occupation", json={"dry_run": True}).json()["host"]
         assert room["needed_bytes"] < room["free_bytes"] < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         copied, found = [client.release(tags=["weights"]).tags[0] for client in clients]
-        content = copied.backed_up_bytes + copied.shared_bytes  # some of its own is equal, too
-        assert (found.backed_up_bytes, found.shared_bytes) == (0, content)
+        # The first has given them to the store when it had loaded them, and the second has them from there.
+        assert [each.backed_up_bytes + each.shared_bytes for each in (copied, found)] == [0, 0]
+        content = found.unchanged_bytes
         for client, server in zip(clients, (first, second), strict=True):
             shown = client.occupation().host_backup.shared_store
             assert shown is not None
-            assert (shown.processes, shown.held_bytes) == (2, copied.backed_up_bytes)
+            assert shown.processes == 2
             assert shown.share_bytes == pytest.approx(shown.held_bytes / 2, abs=64)
-            assert shown.held_bytes <= shown.used_bytes <= shown.total_bytes < 1.1 * content
+            assert 0.5 * content < shown.held_bytes <= shown.used_bytes <= shown.total_bytes < 1.1 * content
             assert 'memsaver_shared_store_bytes{kind="share"}' in httpx.get(f"{server.url}/metrics").text
             client.resume()
         after = [client.generate("Two of a kind", max_new_tokens=8, temperature=0)["text"] for client in clients]

@@ -217,12 +217,8 @@ def test_all_that_shares_the_memory_moves_along(name: str, frozen: bool) -> None
     view = trainer.model.state_dict()["0.weight"]
     if frozen:
         gc.freeze()
-    try:
-        with released(trainer.model, trainer.optimizer, name=name):
-            pass
-        assert bool(gc.get_freeze_count()) is frozen
-    finally:
-        gc.unfreeze()
+    with released(trainer.model, trainer.optimizer, name=name):
+        pass
     trainer.step()
     assert torch.equal(view, trainer.model[0].weight)  # type: ignore[index]
 
