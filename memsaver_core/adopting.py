@@ -99,8 +99,8 @@ def adopt_shared(tagged: Iterable[tuple[Tensor, str, PolicyLike | None]]) -> lis
 
 
 def all_objects() -> list[Any]:
-    """Return the objects of this process that Python's collector knows. It knows frozen ones again from now on: to freeze
-    all anew would keep what is garbage later."""
+    """Return the objects of this process that Python's collector knows. From now on it knows frozen ones, too, as to
+    freeze all anew would keep what is garbage later."""
     gc.unfreeze()
     return gc.get_objects()
 
