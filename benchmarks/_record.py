@@ -38,6 +38,11 @@ def new_result(script: str) -> dict[str, Any]:
     return {"date": date.today().isoformat(), "command": command}
 
 
+def failed(error: Exception) -> dict[str, str]:
+    """Return, for a cell of a table, what a part says that could not be measured."""
+    return {"failed": str(error)[-300:].replace("\n", " ").replace("|", "/")}
+
+
 def write(name: str, result: dict[str, Any], to_markdown: Callable[[dict[str, Any]], str] | None, out: Path) -> str:
     """Write ``name``.json, and ``name``.md if there is a ``to_markdown``, into the folder ``out``; return the page."""
     out.mkdir(parents=True, exist_ok=True)

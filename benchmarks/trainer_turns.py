@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from _checkpoint import CONFIG, write_checkpoint
 from _machine import about_gpu, touch_host_memory, used_mib
-from _record import new_parser, new_result, write
+from _record import failed, new_parser, new_result, write
 from _sglang_server import Server, prompts, started
 
 from memsaver_core import compat
@@ -239,7 +239,7 @@ def main() -> None:
             try:
                 record["modes"][mode] = measure(mode, Path(folder), options)
             except Exception as error:
-                record["modes"][mode] = {"failed": str(error)[-300:].replace("\n", " ").replace("|", "/")}
+                record["modes"][mode] = failed(error)
             # What is measured is measured, whatever becomes of the next.
             page = write("trainer-turns", record, to_markdown, options.out)
     print(page)

@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 import torch
 from _machine import about_gpu, touch_host_memory
-from _record import new_parser, new_result, write
+from _record import failed, new_parser, new_result, write
 
 MIB = 1 << 20
 MODES = ("memsaver", "to cpu", "torch_memory_saver")
@@ -291,7 +291,7 @@ def main() -> None:
         try:
             record["modes"][mode] = measure(mode, losses, options)
         except Exception as error:
-            record["modes"][mode] = {"failed": str(error)[-300:].replace("\n", " ").replace("|", "/")}
+            record["modes"][mode] = failed(error)
         # What is measured is measured, whatever becomes of the next.
         page = write("training", record, to_markdown, options.out)
     print(page)

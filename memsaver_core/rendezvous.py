@@ -9,7 +9,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
@@ -68,8 +68,7 @@ class Listener:
                 except TimeoutError:
                     for connection in connections.values():
                         connection.close()
-                    named = ", ".join(map(str, missing))
-                    raise MemsaverError(f"rank {named} did not connect in {timeout_s:g} s; see its log") from None
+                    raise not_connected(missing, timeout_s) from None
         finally:
             self.close()
         for connection in connections.values():
@@ -79,6 +78,11 @@ class Listener:
     def close(self) -> None:
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def not_connected(ranks: Iterable[int], timeout_s: float) -> MemsaverError:
+    """Return the error that says that ``ranks`` did not connect to a listener in time."""
+    return MemsaverError(f"rank {', '.join(map(str, ranks))} did not connect in {timeout_s:g} s; see its log")
 
 
 def connect(path: str, rank: int, wait_s: float = 0) -> socket.socket:

@@ -6,6 +6,7 @@ asserts addresses, footprint, peers or imports. What is given LD_PRELOAD does so
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -94,3 +95,17 @@ class Child:
 
     def __exit__(self, *exception: object) -> None:
         self.kill()
+
+
+class Ordered(Child):
+    """A program that takes orders, each ``[operation, argument]`` as a line of JSON, and answers in such lines."""
+
+    def tell(self, operation: str, argument: Any = None) -> None:
+        self.say(json.dumps([operation, argument]))
+
+    def answer(self) -> Any:
+        return json.loads(self.read_line())
+
+    def does(self, operation: str, argument: Any = None) -> Any:
+        self.tell(operation, argument)
+        return self.answer()

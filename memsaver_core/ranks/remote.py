@@ -12,7 +12,8 @@ import struct
 import time
 from collections.abc import Collection, Iterator
 
-from memsaver_core.contract.errors import ConfigurationError, MemsaverError
+from memsaver_core.contract.errors import ConfigurationError
+from memsaver_core.rendezvous import not_connected
 
 logger = logging.getLogger("memsaver")
 
@@ -56,8 +57,7 @@ class RemoteListener:
                 except TimeoutError:
                     for each in connections.values():
                         each.close()
-                    named = ", ".join(map(str, missing))
-                    raise MemsaverError(f"rank {named} did not connect in {timeout_s:g} s; see its log") from None
+                    raise not_connected(missing, timeout_s) from None
                 try:
                     rank, connections[rank] = _accepted(connection, self._key, missing)
                 except (OSError, ConfigurationError) as error:

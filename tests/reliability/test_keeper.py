@@ -20,7 +20,7 @@ import pytest
 from memsaver_core.manifests import SharedStore, kept_in
 from tests.amount import amount
 from tests.native import injection
-from tests.programs import Child
+from tests.programs import Ordered
 from tests.reliability.warm_engine import ELEMENTS
 from tests.waiting import wait_until
 
@@ -29,22 +29,12 @@ WEIGHTS = 3 * ELEMENTS * 4  # bytes of one engine's weights, about
 CYCLES = amount(3, long=1000)
 
 
-class Engine(Child):
+class Engine(Ordered):
     """A process that loads weights by the public API; see warm_engine.py."""
 
     def __init__(self, store: str) -> None:
         settings = {"MEMSAVER_DRIVER": "host", "MEMSAVER_SHARED_BACKUPS": store, "MEMSAVER_HOST_BACKUP_LIMIT": "1GiB"}
         super().__init__("-m", "tests.reliability.warm_engine", **injection.in_child(), **settings)
-
-    def tell(self, operation: str, argument: Any = None) -> None:
-        self.say(json.dumps([operation, argument]))
-
-    def answer(self) -> Any:
-        return json.loads(self.read_line())
-
-    def does(self, operation: str, argument: Any = None) -> Any:
-        self.tell(operation, argument)
-        return self.answer()
 
     def load(self, **key: Any) -> Any:
         return self.does("load", key)

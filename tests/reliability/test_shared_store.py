@@ -20,7 +20,7 @@ from memsaver_core.contract.errors import ConfigurationError
 from tests import forks
 from tests.amount import amount
 from tests.native import injection
-from tests.programs import Child
+from tests.programs import Ordered
 from tests.reliability.replica import UNIT, WEIGHTS
 from tests.unit.saver_memory import MIB
 from tests.waiting import wait_until
@@ -29,23 +29,13 @@ CYCLES = amount(0, long=1000)
 PATIENCE_S = 1.0  # kOthersTimeout of csrc/backup/save.cpp: how long a process waits for another one's part
 
 
-class Replica(Child):
+class Replica(Ordered):
     """A process with memory, which does what it is told; see replica.py."""
 
     def __init__(self, store: str, **settings: Any) -> None:
         super().__init__(
             "-m", "tests.reliability.replica", store, json.dumps(settings), **injection.in_child(small=True)
         )
-
-    def tell(self, operation: str, argument: Any = None) -> None:
-        self.say(json.dumps([operation, argument]))
-
-    def answer(self) -> Any:
-        return json.loads(self.read_line())
-
-    def does(self, operation: str, argument: Any = None) -> Any:
-        self.tell(operation, argument)
-        return self.answer()
 
 
 @pytest.fixture

@@ -32,8 +32,6 @@ _FIELDS = frozenset(
     for name, field in model.model_fields.items()
     if name not in PASSED_OVER
 ) | {"commit"}
-#: What is meant by fields that select engines elsewhere, if the request has that.
-_MEANT = {"model_name": "model", **{name: f"selector.{name}" for name in Selector.model_fields}}
 #: Least similarity of a misspelt name, by difflib: one wrong letter in four.
 SIMILARITY = 0.75
 #: More unknown fields than this are refused; comparing them would take long.
@@ -63,14 +61,18 @@ def check_names(given: Iterable[str], known: Collection[str]) -> list[str]:
     return ignored
 
 
-def _meant(name: str, known: Collection[str]) -> str | None:
-    meant = {_plain(each): there for each, there in _MEANT.items()}.get(_plain(name))
-    return meant if meant is not None and meant.partition(".")[0] in known else None
-
-
 def _plain(name: str) -> str:
     """Return ``name`` without what is easily mistaken: case, separators and the plural."""
     return re.sub(r"[^a-z0-9]", "", name.lower()).rstrip("s")
+
+
+#: What is meant by fields that select engines elsewhere, if the request has that.
+_MEANT = {"modelname": "model", **{_plain(name): f"selector.{name}" for name in Selector.model_fields}}
+
+
+def _meant(name: str, known: Collection[str]) -> str | None:
+    meant = _MEANT.get(_plain(name), "")
+    return meant if meant.partition(".")[0] in known else None
 
 
 class NamesIgnored(APIRoute):
