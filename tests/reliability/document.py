@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.reliability.figures import kept
-from tests.reliability.runs import runs
+from tests.reliability.runs import runs, tests_run
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
@@ -73,7 +73,7 @@ def page() -> str:
             errors=len(figures["every_call"]["by_error"]),
             places=len(figures["deaths"]),
             fits=soaked(figures["soak"]["fits"]),
-            runs=table(*runs()),
+            runs=table(*runs(), *tests_run()),
             h200=json.loads((ROOT / "benchmarks" / "results" / "soak-h200.json").read_text()),
             on_the_gpu=table(
                 *(

@@ -159,3 +159,17 @@ def runs() -> list[tuple[str, ...]]:
                 (engine_of(result, otherwise), feature, result.get("torch", ""), device, result["date"], figure(result))
             )
     return found
+
+
+def tests_run() -> list[tuple[str, ...]]:
+    """Return rows for the tests with engines and on GPUs, see ``tests.engine_runs``: one for each file and device."""
+    newest: dict[tuple[str, ...], tuple[str, ...]] = {}
+    recorded = [json.loads(path.read_text()) for path in RESULTS.rglob("tests-*.json")]
+    for run in sorted(recorded, key=lambda run: str(run["date"])):
+        outcomes: dict[str, list[bool]] = {}
+        for test, outcome in run["tests"].items():
+            outcomes.setdefault(test.partition("::")[0], []).append(outcome == "passed")
+        for file, passed in outcomes.items():
+            about = (f"{run['engine']} {run['version']}", f"`{file}`", run["torch"], run["device"])
+            newest[about] = (*about, run["date"], f"{sum(passed)} of {len(passed)} tests passed")
+    return sorted(newest.values())

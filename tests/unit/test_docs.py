@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests import engine_runs
+from tests.reliability import document, runs
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = [
@@ -40,8 +41,8 @@ def test_what_is_generated_is_current() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def test_the_table_of_what_runs_where_is_current() -> None:
-    assert engine_runs.page() == engine_runs.PAGE.read_text()
+def test_the_table_of_what_ran_where_is_current() -> None:
+    assert document.page() == document.PAGE.read_text()
 
 
 def test_a_run_is_recorded_beside_earlier_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -54,9 +55,11 @@ def test_a_run_is_recorded_beside_earlier_ones(monkeypatch: pytest.MonkeyPatch, 
         ("memsaver", {core: "passed"}),
         ("ray", {engine: "passed"}),
     ]
-    table = "\n".join(engine_runs._table(written))
-    assert "| core: half (2) | runs, " in table
-    assert "| a fleet | runs, " in table
+    monkeypatch.setattr(runs, "RESULTS", tmp_path)
+    assert [(row[1], row[-1]) for row in runs.tests_run()] == [
+        ("`tests/gpu/test_core_gpu.py`", "1 of 1 tests passed"),
+        ("`tests/fleet_on_ray/test_fleet.py`", "1 of 1 tests passed"),
+    ]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
