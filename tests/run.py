@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from tests import forks
+from tests.native import build
+from tests.native.site import sitecustomize
 
 ROOT = Path(__file__).parents[1]
 #: Of CPU, by file; programs that tests started are included.
@@ -93,9 +95,9 @@ def run(files: Files, options: Sequence[str], results: Path) -> tuple[str, dict[
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
-        loaded=False,  # tests/conftest.py chooses the native module
         env={
             **os.environ,
+            sitecustomize.VARIABLE: str(build.faulty_module()),
             "OMP_NUM_THREADS": "1",
             "MEMSAVER_DRIVER": "host",
             "TESTS_RESULTS": str(results),

@@ -31,8 +31,9 @@ class Faulty(Protocol):
 
 
 def install() -> None:
-    """Use the module in this process. Call it before anything imports ``memsaver_core``."""
-    sitecustomize.install(str(build.faulty_module()))
+    """Use the module in this process, unless it was started so. Call it before anything imports ``memsaver_core``."""
+    if not os.environ.pop(sitecustomize.VARIABLE, ""):  # programs that tests start use the product's
+        sitecustomize.install(str(build.faulty_module()))
 
 
 def in_child(inherited: Mapping[str, str] = os.environ, *, small: bool = False) -> dict[str, str]:

@@ -8,6 +8,7 @@ import pytest
 
 import memsaver_server.app
 import memsaver_server.fleet.turns.errors
+import memsaver_server.fleet.turns.proxy
 import memsaver_server.reference.engine  # noqa: F401
 from memsaver_core import MemsaverError, OutOfDeviceMemoryError, UnknownTagError
 from memsaver_core.contract.errors import UnauthorizedError
@@ -18,6 +19,7 @@ from memsaver_server.engine import AdmissionClosedError, DrainTimeoutError
 ANSWERS = {
     "AdmissionClosedError": (503, "admission_closed", 1),
     "BackupError": (500, "backup_error", None),
+    "BadGatewayError": (502, "bad_gateway", None),
     "BadRequestError": (400, "bad_request", None),
     "BodyTooLargeError": (413, "body_too_large", None),
     "ConfigurationError": (400, "bad_request", None),
