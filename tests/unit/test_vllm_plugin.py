@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -260,10 +260,10 @@ class Executor:
         """Call all ranks at once."""
         return [future.result() for future in [started(partial(call, rank)) for rank in self.ranks]]
 
-    def start(self, message: Plain) -> Future[list[Plain]]:
+    def start(self, message: Plain, dp_ranks: Sequence[int] = ()) -> Future[list[Plain]]:
         return started(lambda: self.call(message))
 
-    def sleep(self, level: int) -> Future[None]:
+    def sleep(self, level: int, dp_ranks: Sequence[int] = ()) -> Future[None]:
         return started(lambda: self.put_to_sleep(level))
 
 

@@ -93,6 +93,14 @@ class WatchedMemory(Memory, Protocol):
         only tags that no call before has returned."""
 
 
+@runtime_checkable
+class DataParallelMemory(WatchedMemory, Protocol):
+    """A memory that may be that of several data-parallel engines; an operation may be of some of them."""
+
+    def status_of(self, dp_ranks: Sequence[int]) -> Status:
+        """Return what these engines hold."""
+
+
 class _LocalMemory:
     enabled = staticmethod(ms.enabled)
     check_tags = staticmethod(ms.check_tags)
@@ -238,6 +246,28 @@ class UpdatableEngine(Engine, Protocol):
         Raises:
             ValueError: a payload cannot be read or does not fit, and why; nothing was written.
         """
+
+
+@runtime_checkable
+class DataParallelEngine(Engine, Protocol):
+    """A server of data-parallel engines, of which some can be released while the others serve. Its ``memory`` is a
+    ``DataParallelMemory``, which says for each rank what engine it is of."""
+
+    def check_dp_ranks(self, dp_ranks: Sequence[int]) -> None:
+        """Raise UnsupportedError or BadRequestError if these engines do not exist, or cannot be released alone."""
+
+    def exclude(self, dp_ranks: Collection[int]) -> None:
+        """From now on give new requests to the other engines only, and have ``open_admission`` open only those. Called
+        before each call that opens or closes admission. Must not block."""
+
+    def drain(
+        self,
+        timeout_s: float,
+        mode: DrainMode = "wait",
+        given_up: Callable[[], bool] = never,
+        dp_ranks: Collection[int] = (),
+    ) -> None:
+        """As ``Engine.drain``; of these engines alone, if any are given."""
 
 
 @dataclass(frozen=True)

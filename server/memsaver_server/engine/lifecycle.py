@@ -27,9 +27,25 @@ from memsaver_core.contract.requests import DrainMode, Release, ResizeKvCache, R
 from memsaver_core.contract.status import Status, TagStatus
 from memsaver_core.phases import PhaseLog
 from memsaver_server import clock
-from memsaver_server.engine import Engine, WatchedMemory, memory_of, unwritten_weights, waits
+from memsaver_server.engine import (
+    DataParallelEngine,
+    DataParallelMemory,
+    Engine,
+    WatchedMemory,
+    memory_of,
+    unwritten_weights,
+    waits,
+)
 from memsaver_server.engine.admission import Admission, failed_for_good
-from memsaver_server.engine.tag_selection import COMMON_TAGS, lost_tags, narrowed, needs_writing, released_tags
+from memsaver_server.engine.tag_selection import (
+    COMMON_TAGS,
+    asleep_dp_ranks,
+    keeps_content,
+    lost_tags,
+    narrowed,
+    needs_writing,
+    released_tags,
+)
 from memsaver_server.engine.verification import Verification
 from memsaver_server.operation.operation import Operation
 from memsaver_server.operation.queue import OperationQueue
@@ -92,6 +108,8 @@ class Lifecycle:
         VerificationUnavailableError (a release cannot be verified), or as OperationQueue.submit.
         """
         self.memory.check_tags(request.tags)
+        if request.dp_ranks:
+            self._check_part(request)
         if isinstance(request, Resume):
             if request.kv_cache == "shrink" and self.fit_cache is None:
                 raise errors.UnsupportedError("this engine cannot resume with a smaller KV cache; nothing was resumed")
@@ -109,9 +127,9 @@ class Lifecycle:
             operation.hold()
             return operation.moved(self.memory.release(request, log=log))
         self._check_usable()
-        before = self.memory.status().tags
+        before = self.status_of(request).tags
         asked = narrowed(request, before)
-        self._admission.close_for("memory is being released")
+        self._admission.close_for("memory is being released", request.dp_ranks)
         try:
             with ExitStack() as until_released:
                 with log.phase(Phase.DRAIN):
@@ -119,7 +137,8 @@ class Lifecycle:
                     until_released.callback(self._moving.release)
                     if not request.prepare:
                         operation.hold()
-                self._verification.before_release(request, log)
+                if not request.dp_ranks:
+                    self._verification.before_release(request, log)
                 if request.prepare:
                     with log.phase(Phase.CHECK):
                         self.memory.check_release(asked)
@@ -151,7 +170,10 @@ class Lifecycle:
                 return operation.cancelled_by is not None or operation.request is not asked
 
             try:
-                self._engine.drain(timeout_s, asked.mode, *([given_up] if can_give_up else []))
+                if isinstance(self._engine, DataParallelEngine):
+                    self._engine.drain(timeout_s, asked.mode, given_up, asked.dp_ranks)
+                else:
+                    self._engine.drain(timeout_s, asked.mode, *([given_up] if can_give_up else []))
                 if self._take(deadline, given_up):
                     return
                 raise errors.DrainTimeoutError(timeout_s, ["a weight update"])
@@ -166,36 +188,45 @@ class Lifecycle:
             return operation.moved(self.memory.resume(request, log=log))
         self._check_usable()
         self.check(request)
-        status = self.memory.status()
+        status = self.status_of(request)
         released = released_tags(status)
-        request = request.model_copy(update={"tags": self.tags_to_resume(request.tags)})
+        request = request.model_copy(update={"tags": self.tags_to_resume(request)})
+        held = self.memory.status()
+        in_part = self._admission.serves_in_part(held)
         if released or self._admission.needs_repair() or status.hibernated:
-            self._admission.close_for("memory is being resumed")
+            self._admission.close_for("memory is being resumed", asleep_dp_ranks(held))
         try:
             report = self._bring_back(request, operation, log)
-            self._note_resumed(released)
+            self._note_resumed(request, released)
             with log.phase(Phase.REPAIR):
                 self._admission.repair()
         except BaseException:
             operation.undo()
-            self._note_resumed(released)
+            self._note_resumed(request, released)
             self._admission.reopen()
             raise
         try:
-            self._verification.after_resume(request, log, resumed=bool(released) or status.hibernated)
+            if not in_part:  # else it would stop the engines that serve
+                self._verification.after_resume(request, log, resumed=bool(released) or status.hibernated)
         finally:
             with log.phase(Phase.REOPEN):
                 self._admission.reopen()
         return report.model_copy(update={"phases": log.phases})
 
-    def tags_to_resume(self, requested: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the tags that a resume of the ``requested`` ones brings back; none means all that are released.
+    def status_of(self, request: Release | Resume) -> Status:
+        """Return what the data-parallel engines hold that ``request`` is about, by default all."""
+        if request.dp_ranks and isinstance(self.memory, DataParallelMemory):
+            return self.memory.status_of(request.dp_ranks)
+        return self.memory.status()
+
+    def tags_to_resume(self, request: Resume) -> tuple[str, ...]:
+        """Return the tags that ``request`` brings back; none means all that are released.
 
         Released tags that no client names come back with the last of the others.
         """
-        left = released_tags(self.memory.status()) - set(requested)
-        complete = requested and left <= self._implicit and not left & COMMON_TAGS
-        return (*requested, *sorted(left)) if complete else requested
+        left = released_tags(self.status_of(request)) - set(request.tags)
+        complete = request.tags and left <= self._implicit and not left & COMMON_TAGS
+        return (*request.tags, *sorted(left)) if complete else request.tags
 
     def with_room(
         self, operation: Operation, log: PhaseLog, wait_s: float, work: Callable[[], OperationReport]
@@ -374,8 +405,11 @@ class Lifecycle:
             raise errors.EngineFailedError(failed_for_good(status))
 
     def check(self, request: Release | Resume) -> None:
-        """Raise VerificationUnavailableError or WrongWeightsError if it asks for what is not there."""
+        """Raise VerificationUnavailableError, WrongWeightsError, UnsupportedError or BadRequestError if it asks for
+        what is not there."""
         self._verification.check(request)
+        if request.dp_ranks:
+            self._check_part(request)
         if isinstance(request, Release) or request.weights_version is None:
             return
         held = self.snapshot().weights_version
@@ -385,6 +419,27 @@ class Lifecycle:
                 f"the resume demands weights of version {request.weights_version!r}, but they {named}; nothing was "
                 "resumed. Resume without weights_version, and update the weights"
             )
+
+    def _check_part(self, request: Release | Resume) -> None:
+        nothing = f"nothing was {request.operation}d"
+        if not isinstance(self._engine, DataParallelEngine):
+            raise errors.UnsupportedError(
+                f"engine {self._engine.name!r} has no data-parallel engines that can be {request.operation}d alone: "
+                f"leave out dp_ranks; {nothing}"
+            )
+        self._engine.check_dp_ranks(request.dp_ranks)
+        status = self.status_of(request)
+        if status.hibernated:
+            raise errors.UnsupportedError(f"the server is hibernated: resume it without dp_ranks; {nothing}")
+        if not isinstance(request, Release):
+            return
+        for tag in status.tags:
+            asked = not request.tags or tag.tag in request.tags
+            if asked and not keeps_content(tag, request) and needs_writing(tag, request):
+                raise errors.UnsupportedError(
+                    f"the content of {tag.tag} would have to be written again, and an update writes that of all "
+                    f"engines: keep it, or leave out dp_ranks; {nothing}"
+                )
 
     def check_resident(self, tags: Iterable[str]) -> None:
         """Raise NotResidentError if one of the tags is released."""
@@ -415,7 +470,7 @@ class Lifecycle:
 
     def _note_released(self, request: Release, asked: Release, before: tuple[TagStatus, ...]) -> None:
         """Note which tags were released and which lost content, by the core's status: a release may fail half way."""
-        tags = self.memory.status().tags
+        tags = self.status_of(request).tags
         released = [tag for tag in tags if tag.released_bytes and (not asked.tags or tag.tag in asked.tags)]
         undone = self.memory.take_lost() if isinstance(self.memory, WatchedMemory) else set()
         lost = lost_tags(before, released, request) | undone
@@ -434,7 +489,7 @@ class Lifecycle:
             except Exception:
                 logger.exception("what a failed release has lost cannot be repaired; a resume tries again")
 
-    def _note_resumed(self, released: set[str]) -> None:
-        resumed = released - released_tags(self.memory.status())
+    def _note_resumed(self, request: Resume, released: set[str]) -> None:
+        resumed = released - released_tags(self.status_of(request))
         self._admission.resumed(resumed)
         self._implicit -= resumed

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
@@ -85,10 +86,16 @@ class ClosedRoute(BaseRoute):
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         work = scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(WORK)
-        return (Match.FULL if work and self._engine.is_closed else Match.NONE), {}
+        closed = work and (self._engine.is_closed or self._refusal(scope))
+        return (Match.FULL if closed else Match.NONE), {}
+
+    def _refusal(self, scope: Scope) -> str:
+        return self._engine.refusal(scope["path"], Headers(scope=scope).get("X-data-parallel-rank"))
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            if reason := self._refusal(scope):
+                raise AdmissionClosedError(reason)
             await self._engine.enter()
         except AdmissionClosedError as closed:
             refusal = Answer.failure(closed)
