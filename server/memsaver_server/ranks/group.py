@@ -199,15 +199,14 @@ class Group:
 
     def check(self, answers: Sequence[Answer]) -> None:
         """Raise the error of a rank, as the type that it was, with what others say besides."""
-        pairs = zip(self.asked, answers, strict=True)
+        pairs = zip(self.asked, answers, strict=False)  # an undo may have nothing to ask
         failures = {rank: answer.failure for rank, answer in pairs if answer.failure is not None}
         if not failures:
             return
         # A rank that only waited for another one has a plain error.
         first = min(failures, key=lambda rank: failures[rank].error == "MemsaverError")
-        error = failures[first].to_error(
-            f"rank {first}: " if len(self._statuses) > 1 else "", self._others(first, failures)
-        )
+        name = f"rank {first}: " if len(self._statuses) > 1 else ""
+        error = failures[first].to_error(name, self._others(first, failures))
         if isinstance(error, OutOfDeviceMemoryError):
             error.device = self.devices.number(first, error.device)
         raise error

@@ -321,7 +321,7 @@ class ApiServerEngine(LimitedPages, VllmEngine):
 
     def ask_pages(self, name: str, *arguments: Any) -> dict[str, Any]:
         """Call a method of the engine core's ``BlockLimit``."""
-        if self._cores:
+        if len(getattr(self._core, "core_engines", ())) >= 2:
             return {"obstacle": "it has several engine cores, each with a cache"}
         call = self.call("collective_rpc", BLOCK_LIMIT, None, (name, *arguments))
         answer = cast(dict[str, Any], _in_time(call, "take a call between two steps"))
