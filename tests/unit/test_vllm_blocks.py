@@ -124,7 +124,7 @@ class Executor:
 class Engine:
     """An engine core, and requests to it."""
 
-    def __init__(self, asynchronous: bool) -> None:
+    def __init__(self, asynchronous: bool, executor: type[Executor] = Executor, **settings: Any) -> None:
         from vllm import config
         from vllm.v1.engine.core import EngineCore
 
@@ -142,8 +142,9 @@ class Engine:
                     async_scheduling=asynchronous,
                 ),
                 device_config=config.DeviceConfig(device="cpu"),
+                **settings,
             ),
-            Executor,
+            executor,
             log_stats=False,
         )
         self.worker: Worker = self.core.model_executor.worker

@@ -77,7 +77,7 @@ class EngineClient:
             self.executor.is_sleeping = False
         self.paused.clear()
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, running: bool = False, connector: bool = False) -> bool:
         self.begun.append("reset_prefix_cache")
         await self.may_reset.wait()
         self.resets += 1
@@ -399,7 +399,7 @@ class Offline:
                     rank.wake_up()
                 self.executor.is_sleeping = False
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, running: bool = False, connector: bool = False) -> None:
         with self._alone():
             pass
 

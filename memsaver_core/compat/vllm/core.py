@@ -12,7 +12,7 @@ from typing import Any
 
 import memsaver_core as ms
 from memsaver_core.compat.patching import Function
-from memsaver_core.compat.vllm import block_limit
+from memsaver_core.compat.vllm import block_limit, tier
 from memsaver_core.compat.vllm.allocator import WEIGHTS, is_wanted
 from memsaver_core.contract.errors import MemsaverError, UnsupportedError
 from memsaver_core.ranks.protocol import Failure
@@ -78,7 +78,7 @@ def sleep_or_serve(sleep: Function, core: Any, level: int = 1, mode: str = "abor
     It stays paused, until a wake-up, if weights are gone; and in data-parallel engines, which can only go on together.
 
     Raises:
-        UnsupportedError: the level is none of vLLM's. Nothing was paused.
+        UnsupportedError: the level is none of vLLM's, or the KV connector cannot follow. Nothing was paused.
     """
     if not is_wanted(core.vllm_config.model_config):
         return sleep(core, level, mode)  # type: ignore[no-any-return]
@@ -86,9 +86,13 @@ def sleep_or_serve(sleep: Function, core: Any, level: int = 1, mode: str = "abor
         raise UnsupportedError(
             f"vLLM's engine core has no sleep level {level}; LLM.sleep and POST /sleep hibernate by 3"
         )
+    if level > 0:
+        tier.check_connector(core)
+        tier.begin_sleep(core, level)
     stays_paused = core.is_scheduler_paused() or getattr(core, "dp_group", None) is not None
 
     def go_on_after(error: BaseException | None) -> None:
+        tier.end_sleep(core)
         if error is not None and not stays_paused and not isinstance(error, WeightsGoneError):
             core.resume_scheduler()
 
@@ -97,16 +101,27 @@ def sleep_or_serve(sleep: Function, core: Any, level: int = 1, mode: str = "abor
     except Exception as error:
         go_on_after(error)
         raise
-    if asleep is not None:
+    if asleep is None:
+        tier.end_sleep(core)
+    else:
         asleep.add_done_callback(lambda done: go_on_after(done.exception()))
     return asleep
+
+
+def collective_rpc(call: Function, core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    """``EngineCore.collective_rpc``."""
+    if not is_wanted(core.vllm_config.model_config):
+        return call(core, method, *args, **kwargs)
+    with tier.forgotten_after(core, method):
+        return block_limit.answer(call, core, method, *args, **kwargs)
 
 
 #: By module.
 WRAPPERS: dict[str, dict[str, Function]] = {
     "vllm.v1.engine.core": {
         "EngineCore.sleep": sleep_or_serve,
-        "EngineCore.collective_rpc": block_limit.answer,
+        "EngineCore.collective_rpc": collective_rpc,
+        "EngineCore._reset_caches": tier.reset_but_tier,
     },
     "vllm.v1.executor.abstract": {"Executor.sleep": on_all_workers, "Executor.wake_up": on_all_workers},
 }

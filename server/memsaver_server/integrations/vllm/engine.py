@@ -183,14 +183,17 @@ class VllmEngine(Gate):
 
             greedy = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, detokenize=False)
             _in_time(self.call("reset_prefix_cache"))
-            output = _in_time(self.generate({"prompt_token_ids": list(PROMPT)}, greedy))
+            # Salted, so that no prefix is found in what a KV connector keeps.
+            prompt = {"prompt_token_ids": list(PROMPT), "cache_salt": uuid.uuid4().hex}
+            output = _in_time(self.generate(prompt, greedy))
             _in_time(self.call("reset_prefix_cache"))
             return list(output.outputs[0].token_ids)
         finally:
             self.pause("abort", STOP_S)  # ends a prompt, too, that was not computed in time
 
     def flush_cache(self) -> None:
-        self.call("reset_prefix_cache").result()
+        """Forget also what a KV connector keeps."""
+        self.call("reset_prefix_cache", False, True).result()
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
         """Reset the prefix cache again: vLLM did so as it fell asleep, but a part may have been released since. With a
@@ -407,7 +410,7 @@ class OfflineEngine(VllmEngine):
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
         if "kv_cache" in lost:
-            self.flush_cache()
+            self.call("reset_prefix_cache").result()
 
     def is_alive(self) -> bool:
         return not getattr(getattr(self._llm.llm_engine.engine_core, "resources", None), "engine_dead", False)
