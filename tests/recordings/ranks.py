@@ -106,7 +106,7 @@ def _answers() -> Iterator[protocol.Answer]:
         communicators=(communicator,),
         shared=("something",),
         reserved_by_device={0: 9},
-        ranks=(_of(RankStatus, 1, 2, True, "resident", True),),
+        ranks=(_of(RankStatus, 1, 2, True, "resident", True, 3),),
     )
     introduction = protocol.Introduction((device,), ("an obstacle",), 7, protocol.ProgressLocation(7, 8, 9))
     plan = protocol.Plan(1, (communicator,), ("an obstacle",))
