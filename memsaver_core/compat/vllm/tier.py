@@ -56,7 +56,7 @@ def check_connector(core: Any) -> None:
 def begin_sleep(core: Any, level: int) -> None:
     """The core is about to sleep at ``level``: from now on its resets leave the tier alone if the weights stay."""
     setattr(core, _KEEPS, level == 1)
-    if _connector(core) is None or hasattr(core, "input_queue"):  # a loop of its own carries out what is pending
+    if _connector(core) is None or hasattr(core, "input_queue"):  # a core with a loop does so itself
         return
     while core.scheduler.has_requests() and not core.scheduler.has_unfinished_requests():
         core.step_fn()
