@@ -15,6 +15,7 @@ from memsaver_core.contract.reports import OperationReport, TagReport
 from memsaver_core.contract.requests import MemoryRequest, Tagged, Verb
 from memsaver_core.contract.status import CommunicatorStatus
 from memsaver_core.device_memory import read_devices
+from memsaver_core.lending import Lending
 from memsaver_core.ranks import protocol
 from memsaver_core.ranks.plans import hold_disk, plan_release, plan_resume
 from memsaver_core.ranks.progress import ProgressRecord
@@ -39,6 +40,7 @@ class Rank:
 
     def __init__(self) -> None:
         self._failed_phase = ""
+        self._lending: Lending | None = None
 
     def enabled(self) -> bool:
         """Return whether memsaver manages the memory of this rank."""
@@ -97,6 +99,15 @@ class Rank:
                 return self._communicate(operation, names, timeout_s)
             case protocol.HibernationStep(step):
                 return self._hibernate(step)
+            case protocol.WriteAsleep("lend", tag, processes):
+                self._lending = self.lend(tag, processes)
+                return None
+            case protocol.WriteAsleep(step):
+                if self._lending is not None:
+                    getattr(self._lending, step)()
+                if step == "end":
+                    self._lending = None
+                return None
         raise UnsupportedError(f"this rank does not answer {type(request).__name__}")
 
     def release_own(self, memory: MemoryRequest) -> OperationReport:
@@ -113,6 +124,10 @@ class Rank:
     def resume(self, tagged: Tagged) -> Result:
         """Resume, and do what the engine does at a wake-up."""
         return self.followed(functools.partial(ms.resume_with, tagged))
+
+    def lend(self, tag: str, processes: int) -> Lending:
+        """Lend the tensors of ``tag``, whose memory is released, host memory, so that the engine can write them."""
+        return Lending(tag, processes)
 
     def followed(self, operate: Callable[..., OperationReport]) -> OperationReport:
         """Run ``operate(log=...)``; meanwhile the progress record shows its progress."""
