@@ -55,6 +55,7 @@ class Lending:
         self._tag, self._saver = tag, process.saver()
         self._kept: _native.Rewrite | None = None
         self._memory: dict[int, Tensor] = {}  # by the address of the allocation
+        self._lent: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # lent, and of the device
         tensors, allocations = self._find()
         self._check_room(sum(allocations.values()), processes)
         for address, nbytes in allocations.items():
@@ -62,19 +63,22 @@ class Lending:
             memory = self._memory[address] = torch.frombuffer(pages, dtype=torch.uint8)
             if not self._saver.backup_of(address, nbytes, memory.data_ptr())["in_host_memory"]:
                 raise _not_in_host_memory(tag)
-        self._device = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
-        lent = {number: self._lent_for(storage) for number, storage in self._device.items()}
-        self._lent = {each._cdata: (each, self._device[number]) for number, each in lent.items()}
+        device = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
+        lent = {number: self._lent_for(storage) for number, storage in device.items()}
+        self._lent = {each._cdata: (each, device[number]) for number, each in lent.items()}
         self._places = [(each, Place.of(each)) for each in tensors]
         _lent.add(tag)
-        rebase(tensors, lent)
+        try:
+            rebase(tensors, lent)
+        except BaseException:
+            self.end()
+            raise
 
     def keep(self) -> None:
         """Make backups of what was written; ``commit`` puts them in place. Raises UnsupportedError if tensors were
         put on other memory, OutOfHostMemoryError if there is no room for both backups."""
         for tensor, before in self._places:
-            now = Place.of(tensor)
-            if now.storage._cdata not in self._lent or now[1:] != before[1:]:
+            if not self.has_lent(tensor) or Place.of(tensor)[1:] != before[1:]:
                 raise UnsupportedError(
                     f"the loader has replaced the memory of a tensor of shape {list(before.size)}, so its format cannot "
                     "be written while the memory is released; resume first, and update then"
@@ -100,10 +104,13 @@ class Lending:
         self._kept = None
         self._lent, self._memory, self._places = {}, {}, []
 
+    def has_lent(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._lent
+
     def _find(self) -> tuple[list[Tensor], dict[int, int]]:
         """Return the tensors of the tag, and address and bytes of their allocations."""
         if any(tag.tag == self._tag and tag.resident_bytes for tag in status().tags):
-            raise NotResidentError(f"a part of {self._tag!r} is resident, another released; resume it first")
+            raise NotResidentError(f"at least a part of {self._tag!r} is resident; resume all of it first")
         tensors, allocations = list[Tensor](), dict[int, int]()
         for each in all_objects():
             if not issubclass(type(each), Tensor):

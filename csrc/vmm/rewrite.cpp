@@ -37,11 +37,15 @@ Rewrite::Rewrite(Saver& saver, const std::vector<NewContent>& contents) : saver_
   saver_.check_usable();
   plan(contents);
   Cleanup undo([this] { give_back(); });
-  for_each_item([this](Item& item) { digest(item); });
-  make_room();
-  for_each_item([this](Item& item) {
-    if (item.changed) keep(item);
-  });
+  try {
+    for_each_item([this](Item& item) { digest(item); });
+    make_room();
+    for_each_item([this](Item& item) {
+      if (item.changed) keep(item);
+    });
+  } catch (Error& error) {
+    throw error.with_tag(items_.front().arena->key().tag);
+  }
   if (SharedStore* const store = saver_.backups_.shared()) store->tidy();
   undo.dismiss();
 }
@@ -113,16 +117,12 @@ void Rewrite::keep(Item& item) {
     extents = {{0, packed.size()}};
   }
   const std::size_t bytes = sum_of(extents);
-  try {
-    if (!share(item, bytes)) {
-      if (block.host.empty()) block.host = saver_.backups_.pool_of(item.arena->key().device).take(bytes);
-      for_each_piece(extents, block.host, [&](std::size_t offset, std::uintptr_t memory, std::size_t part) {
-        std::memcpy(reinterpret_cast<void*>(memory), content + offset, part);
-      });
-      if (block.shared) saver_.backups_.shared()->publish(*block.shared, block.packed_bytes);
-    }
-  } catch (Error& error) {
-    throw error.with_tag(item.arena->key().tag).with_bytes(bytes);
+  if (!share(item, bytes)) {
+    if (block.host.empty()) block.host = saver_.backups_.pool_of(item.arena->key().device).take(bytes);
+    for_each_piece(extents, block.host, [&](std::size_t offset, std::uintptr_t memory, std::size_t part) {
+      std::memcpy(reinterpret_cast<void*>(memory), content + offset, part);
+    });
+    if (block.shared) saver_.backups_.shared()->publish(*block.shared, block.packed_bytes);
   }
   block.kept = Kept::host;
   block.expected_bytes = block.packed_bytes == 0 ? 0 : block.kept_bytes();

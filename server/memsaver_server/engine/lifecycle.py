@@ -341,9 +341,9 @@ class Lifecycle:
 
     def weights_updated(self) -> None:
         """Note that the engine's own update of the weights was seen. Never blocks; may be called by the engine."""
+        self._verification.content_changed()
+        self._weights_version = None
         if "weights" not in released_tags(self.memory.status()):
-            self._verification.content_changed()
-            self._weights_version = None
             self._admission.written(["weights"])
 
     def snapshot(self) -> Snapshot:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from memsaver_core.compat.patching import wrap, wrap_in
 from memsaver_core.compat.vllm.allocator import is_wanted, switch
+from memsaver_core.compat.vllm.asleep import WRITES
 from memsaver_core.contract.errors import AdmissionClosedError, ConfigurationError, MemsaverError, UnsupportedError
 from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_server import Attachment, Settings, attach, create_app
@@ -163,10 +163,6 @@ def attach_to(llm: Any, **options: Any) -> Attachment:
     return attachment
 
 
-#: Methods that write weights: all with "weight" in their name, except those that prepare, ask or only set a version.
-_WRITES = re.compile(r"(?!init|start|begin|get|check|reset|destroy)(?!.*version).*weight", re.IGNORECASE)
-
-
 def watch_updates(engine: Any, updated: Callable[[], None]) -> None:
     """Call ``updated`` after each ``collective_rpc`` of vLLM's client or ``LLM`` whose name says that it wrote weights.
     vLLM's own reload, its weight transfer and trainers' worker extensions all reach the workers by ``collective_rpc``.
@@ -175,7 +171,7 @@ def watch_updates(engine: Any, updated: Callable[[], None]) -> None:
     def watched(call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
         result = call(method, *args, **kwargs)
         name = method if isinstance(method, str) else getattr(method, "__name__", "")
-        if _WRITES.match(name) is None:
+        if WRITES.match(name) is None:
             return result
         if inspect.isawaitable(result):
             return noted(result)
