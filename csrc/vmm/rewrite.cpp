@@ -42,6 +42,7 @@ Rewrite::Rewrite(Saver& saver, const std::vector<NewContent>& contents) : saver_
     make_room();
     for_each_item([this](Item& item) {
       if (item.changed) keep(item);
+      madvise(reinterpret_cast<void*>(item.content + item.before.offset), item.before.bytes, MADV_DONTNEED);
     });
   } catch (Error& error) {
     throw error.with_tag(items_.front().arena->key().tag);
@@ -83,8 +84,6 @@ void Rewrite::digest(Item& item) const {
   item.after.adopted = item.before.adopted;
   item.after.digest = digest;
   item.changed = !(item.before.digest == digest);
-  if (!item.changed)
-    madvise(reinterpret_cast<void*>(item.content + item.before.offset), item.before.bytes, MADV_DONTNEED);
 }
 
 void Rewrite::make_room() {
@@ -127,7 +126,6 @@ void Rewrite::keep(Item& item) {
   block.kept = Kept::host;
   block.expected_bytes = block.packed_bytes == 0 ? 0 : block.kept_bytes();
   left_bytes_ -= std::min<std::size_t>(left_bytes_, bytes);
-  madvise(reinterpret_cast<void*>(item.content + block.offset), block.bytes, MADV_DONTNEED);
 }
 
 bool Rewrite::share(Item& item, std::size_t bytes) {
