@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,8 +81,8 @@ class Lending:
         for tensor, before in self._places:
             if not self.has_lent(tensor) or Place.of(tensor)[1:] != before[1:]:
                 raise UnsupportedError(
-                    f"the loader has replaced the memory of a tensor of shape {list(before.size)}, so its format cannot "
-                    "be written while the memory is released; resume first, and update then"
+                    f"the loader has replaced the memory of a tensor of shape {list(before.size)}, so its format "
+                    "cannot be written while the memory is released; resume first, and update then"
                 )
         contents = [(address, memory.data_ptr()) for address, memory in self._memory.items()]
         self._kept = _native.Rewrite(self._saver, contents)
@@ -126,10 +127,10 @@ class Lending:
                 if not view["in_host_memory"]:
                     raise _not_in_host_memory(self._tag)
                 tensors.append(each)
-                allocations[int(view["allocation"])] = int(view["allocation_bytes"])
+                allocations[view["allocation"]] = view["allocation_bytes"]
         return tensors, allocations
 
-    def _view(self, tensor: Tensor) -> dict[str, object] | None:
+    def _view(self, tensor: Tensor) -> dict[str, Any] | None:
         """Return what the core has of a tensor of the tag; None if it is not of the tag."""
         with suppress(RuntimeError, NotImplementedError):  # it has no storage
             storage = tensor.untyped_storage()
@@ -144,21 +145,21 @@ class Lending:
         needed = processes * (lent_bytes + max(0, kept - now.host_backup.unused_bytes))
         if needed > (free := available_host_bytes()):
             raise OutOfHostMemoryError(
-                f"to write {self._tag!r} while it is released takes {needed} bytes of host memory, and {free} are free; "
-                "nothing was written: free host memory, or resume first, and update then",
+                f"to write {self._tag!r} while it is released takes {needed} bytes of host memory, and {free} are "
+                "free; nothing was written: free host memory, or resume first, and update then",
                 needed,
                 free,
             )
 
     def _lent_for(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         view = self._saver.backup_of(storage.data_ptr(), storage.nbytes(), 0)
-        begin = storage.data_ptr() - int(view["allocation"])
-        memory = self._memory[int(view["allocation"])][begin : begin + storage.nbytes()]
+        begin = storage.data_ptr() - view["allocation"]
+        memory = self._memory[view["allocation"]][begin : begin + storage.nbytes()]
         return torch.from_numpy(memory.numpy()).untyped_storage()
 
 
 def _not_in_host_memory(tag: str) -> NotResidentError:
     return NotResidentError(
-        f"what a release has kept of {tag!r} is not in host memory (it was discarded, or is in a file), so it cannot be "
-        "written while it is released; resume it first"
+        f"what a release has kept of {tag!r} is not in host memory (it was discarded, or is in a file), so it cannot "
+        "be written while it is released; resume it first"
     )

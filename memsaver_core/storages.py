@@ -39,7 +39,7 @@ class Place(NamedTuple):
     """Where the content of a tensor lies."""
 
     storage: torch.UntypedStorage
-    offset: int
+    offset: int | torch.SymInt
     size: torch.Size
     stride: tuple[int, ...]
 

@@ -65,9 +65,7 @@ def refusal(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["type"]
 
 
-def test_a_resume_brings_in_what_was_written_asleep(
-    http: httpx.Client, engine: TensorEngine, checkpoint: Path
-) -> None:
+def test_a_resume_brings_in_what_was_written_asleep(http: httpx.Client, engine: TensorEngine, checkpoint: Path) -> None:
     old, address = tokens(http), engine.weights.data_ptr()
     update(http, checkpoint).raise_for_status()
     expected = tokens(http)
@@ -105,7 +103,11 @@ def test_an_update_that_fails_leaves_the_version_before(
         return 1
 
     release(http)
-    failures = [(write_half, 500, "internal_error"), (replace, 409, "unsupported"), (resume_meanwhile, 400, "bad_request")]
+    failures = [
+        (write_half, 500, "internal_error"),
+        (replace, 409, "unsupported"),
+        (resume_meanwhile, 400, "bad_request"),
+    ]
     for write, status, kind in failures:
         monkeypatch.setattr(engine, "update_weights_from_disk", write)
         answer = update(http, checkpoint, "step-2")

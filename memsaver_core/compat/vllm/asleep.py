@@ -55,10 +55,11 @@ class ModelLending(Lending):
 
     def keep(self) -> None:
         replaced = {name for table, before in self._tables for name in before if table.get(name) is not before[name]}
-        if replaced := sorted(replaced | (self._on_host() - self._host_before)):
+        replaced |= self._on_host() - self._host_before
+        if replaced:
             raise UnsupportedError(
-                f"the loader has made tensors anew ({', '.join(replaced[:8])}), so weights of this model cannot be "
-                "written while they are released; wake them up first, and update then"
+                f"the loader has made tensors anew ({', '.join(sorted(replaced)[:8])}), so weights of this model "
+                "cannot be written while they are released; wake them up first, and update then"
             )
         super().keep()
 
@@ -81,9 +82,7 @@ class ModelLending(Lending):
         }
 
 
-def write_worker(
-    worker: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Failure | None, Any]:
+def write_worker(worker: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Failure | None, Any]:
     """``Worker.memsaver_write``: run a method that writes weights; return its error, if any, and its result."""
     worker._memsaver_lending = None
     try:

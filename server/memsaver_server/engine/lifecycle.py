@@ -283,11 +283,14 @@ class Lifecycle:
         """Run the block, which writes the content of ``tag`` in place, while no memory is moved. Waits for that.
 
         If the tag is released, and the engine's updates can write host memory, the block finds its tensors there, and
-        the next resume brings in what it has written; if it raises, the content is of the version before. Afterwards what a release had discarded counts as written, unless the block raised or the engine says that
-        weights are still missing; and weights are of this ``version``. While the block runs, and if it raises anything
-        but one of the ``refusals``, with which it has written nothing, they are of none. Raises, without running the
-        block, NotResidentError if the tag is released and cannot be written so, and MemoryBusyError if an operation stalls or another block has
-        not ended."""
+        the next resume brings in what it has written. If it raises then, the content and its version are those before.
+
+        Afterwards what a release had discarded counts as written, unless the block raised or the engine says that
+        weights are still missing; and weights are of this ``version``. While the block writes in place, and if it
+        raises anything but one of the ``refusals``, with which it has written nothing, they are of none. Raises,
+        without running the block, NotResidentError if the tag is released and cannot be written so,
+        OutOfHostMemoryError if that takes more than there is, and MemoryBusyError if an operation stalls or another
+        block has not ended."""
         while not self._moving.acquire(timeout=self._phase_timeout_s):
             if self._updating:
                 raise self._update_too_long("nothing was written")

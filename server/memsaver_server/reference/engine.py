@@ -82,7 +82,7 @@ class TransformersEngine(Scheduler):
     def update_weights_from_disk(
         self, model_path: str | Path, *, flush_cache: bool = True, abort_all_requests: bool = False
     ) -> int:
-        """See ``UpdatableEngine``; raises RuntimeError if the weights are released, unless they are lent host memory."""
+        """See ``UpdatableEngine``; raises RuntimeError if the weights are released and not lent host memory."""
         return self._update(flush_cache, abort_all_requests, folder=str(Path(model_path).absolute()))
 
     def update_weights_from_tensor(
