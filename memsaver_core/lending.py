@@ -33,9 +33,10 @@ def written_asleep(tag: str) -> Iterator[None]:
     try:
         yield
         lending.keep()
-        lending.commit()
-    finally:
-        lending.end()
+    except BaseException:
+        lending.end(commit=False)
+        raise
+    lending.end(commit=True)
 
 
 class Lending:
@@ -61,9 +62,8 @@ class Lending:
         self._check_room(sum(allocations.values()), processes)
         for address, nbytes in allocations.items():
             pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory = self._memory[address] = torch.frombuffer(pages, dtype=torch.uint8)
-            if not self._saver.backup_of(address, nbytes, memory.data_ptr())["in_host_memory"]:
-                raise _not_in_host_memory(tag)
+            self._memory[address] = torch.frombuffer(pages, dtype=torch.uint8)
+            self._saver.backup_of(address, nbytes, self._memory[address].data_ptr())
         device = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
         lent = {number: self._lent_for(storage) for number, storage in device.items()}
         self._lent = {each._cdata: (each, device[number]) for number, each in lent.items()}
@@ -72,11 +72,11 @@ class Lending:
         try:
             rebase(tensors, lent)
         except BaseException:
-            self.end()
+            self.end(commit=False)
             raise
 
     def keep(self) -> None:
-        """Make backups of what was written; ``commit`` puts them in place. Raises UnsupportedError if tensors were
+        """Make backups of what was written, for ``end`` to put in place. Raises UnsupportedError if tensors were
         put on other memory, OutOfHostMemoryError if there is no room for both backups."""
         for tensor, before in self._places:
             if not self.has_lent(tensor) or Place.of(tensor)[1:] != before[1:]:
@@ -87,13 +87,16 @@ class Lending:
         contents = [(address, memory.data_ptr()) for address, memory in self._memory.items()]
         self._kept = _native.Rewrite(self._saver, contents)
 
-    def commit(self) -> None:
-        """Have a resume bring back what ``keep`` has kept. Raises ConfigurationError if the memory was resumed."""
-        assert self._kept is not None
-        self._kept.commit()
+    def end(self, commit: bool) -> None:
+        """Put all tensors back on the memory of the device; with ``commit``, have a resume bring in what ``keep`` has
+        kept. Raises ConfigurationError if the memory was resumed meanwhile: its content is that before."""
+        try:
+            if commit and self._kept is not None:
+                self._kept.commit()
+        finally:
+            self._take_back()
 
-    def end(self) -> None:
-        """Put all tensors back on the memory of the device."""
+    def _take_back(self) -> None:
         storages = [lent for lent, _ in self._lent.values()]
         back = {number: device for number, (_, device) in self._lent.items()}
         for tensors in sharing(storages):  # the loader may have made more of them
@@ -116,16 +119,18 @@ class Lending:
         for each in all_objects():
             if not issubclass(type(each), Tensor):
                 continue
-            for part in [each] if is_movable(each) else parts(each):
-                if (view := self._view(part)) is None:
-                    continue
-                if part is not each or not is_movable(each):
+            movable = is_movable(each)
+            for view in filter(None, map(self._view, [each] if movable else parts(each))):
+                if not movable:
                     raise UnsupportedError(
                         f"{type(each).__name__} is a kind of tensor that cannot be written while its memory is "
                         "released; resume first, and update then"
                     )
                 if not view["in_host_memory"]:
-                    raise _not_in_host_memory(self._tag)
+                    raise NotResidentError(
+                        f"what a release has kept of {self._tag!r} is not in host memory (it was discarded, or is in a "
+                        "file), so it cannot be written while it is released; resume it first"
+                    )
                 tensors.append(each)
                 allocations[view["allocation"]] = view["allocation_bytes"]
         return tensors, allocations
@@ -156,10 +161,3 @@ class Lending:
         begin = storage.data_ptr() - view["allocation"]
         memory = self._memory[view["allocation"]][begin : begin + storage.nbytes()]
         return torch.from_numpy(memory.numpy()).untyped_storage()
-
-
-def _not_in_host_memory(tag: str) -> NotResidentError:
-    return NotResidentError(
-        f"what a release has kept of {tag!r} is not in host memory (it was discarded, or is in a file), so it cannot "
-        "be written while it is released; resume it first"
-    )

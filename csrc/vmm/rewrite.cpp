@@ -4,9 +4,16 @@ namespace memsaver {
 
 namespace {
 
-constexpr std::size_t kThreads = 8;
 // How long to wait for another process that writes the same content to the shared store.
 constexpr std::chrono::seconds kOthersTimeout{1};
+
+Digest digest_of(const DigestKey& key, const std::vector<Extent>& extents, std::uintptr_t content) {
+  Digest digest;
+  for (const auto& extent : extents) {
+    digest += digest_on_host(key, {content + extent.offset, extent.bytes, extent.offset / kDigestWord});
+  }
+  return digest;
+}
 
 // Returns what `content` packs to, rounded as a release does; nothing if it is not to be packed.
 std::vector<unsigned char> packed_form(const void* content, std::size_t bytes, std::size_t& packed_bytes) {
@@ -19,18 +26,6 @@ std::vector<unsigned char> packed_form(const void* content, std::size_t bytes, s
   return packed;
 }
 
-SharedStore::Answer found_in(SharedStore& store, const Digest& digest, std::size_t bytes) {
-  const auto until = std::chrono::steady_clock::now() + kOthersTimeout;
-  for (;;) {
-    const bool alone = std::chrono::steady_clock::now() > until;
-    const std::uint32_t seen = store.changes();
-    store.apply_pending();
-    const SharedStore::Answer answer = store.find_or_claim(digest, bytes, alone);
-    if (alone || answer.found != SharedStore::Found::awaited) return answer;
-    store.wait_for_change(seen);
-  }
-}
-
 }  // namespace
 
 Rewrite::Rewrite(Saver& saver, const std::vector<NewContent>& contents) : saver_(saver) {
@@ -38,14 +33,19 @@ Rewrite::Rewrite(Saver& saver, const std::vector<NewContent>& contents) : saver_
   plan(contents);
   Cleanup undo([this] { give_back(); });
   try {
-    for_each_item([this](Item& item) { digest(item); });
+    for_each_item([this](Item& item) {
+      item.after.digest = digest_of(saver_.backups_.key(), item.before.extents, item.content);
+      item.changed = !(item.before.digest == item.after.digest);
+    });
     make_room();
     for_each_item([this](Item& item) {
       if (item.changed) keep(item);
       madvise(reinterpret_cast<void*>(item.content + item.before.offset), item.before.bytes, MADV_DONTNEED);
     });
   } catch (Error& error) {
-    throw error.with_tag(items_.front().arena->key().tag);
+    std::size_t bytes = 0;
+    for (const auto& item : items_) bytes += item.before.bytes;
+    throw error.with_tag(items_.front().arena->key().tag).with_bytes(bytes);
   }
   if (SharedStore* const store = saver_.backups_.shared()) store->tidy();
   undo.dismiss();
@@ -55,44 +55,34 @@ void Rewrite::plan(const std::vector<NewContent>& contents) {
   const Lock lock(saver_.map_.mutex);
   for (const auto& [address, content] : contents) {
     Arena* const arena = saver_.map_.arena_of(address);
-    if (arena == nullptr || !arena->alive(address) || arena->busy()) {
-      throw Error(ErrorKind::configuration, "this is no idle allocation of a region").with_address(address);
+    const bool idle = arena != nullptr && arena->alive(address) && !arena->busy();
+    const std::vector<Block> blocks = idle ? arena->allocations().at(address).blocks : std::vector<Block>();
+    for (std::size_t i = 0; i < blocks.size(); ++i) {
+      Block after;
+      after.offset = blocks[i].offset;
+      after.bytes = blocks[i].bytes;
+      after.extents = blocks[i].extents;
+      after.adopted = blocks[i].adopted;
+      items_.push_back({arena, address, i, content, blocks[i], std::move(after)});
     }
-    const std::vector<Block>& blocks = arena->allocations().at(address).blocks;
-    const bool released = std::all_of(blocks.begin(), blocks.end(), [&, base = address](const Block& block) {
-      const bool in_memory = block.kept == Kept::host || block.kept == Kept::zero;
-      return in_memory && !arena->is_mapped(base + block.offset, block.bytes);
+    const bool kept = std::all_of(blocks.begin(), blocks.end(), [&, base = address](const Block& block) {
+      return (block.kept == Kept::host || block.kept == Kept::zero) &&
+             !arena->is_mapped(base + block.offset, block.bytes);
     });
-    if (blocks.empty() || !released) {
+    if (!kept || blocks.empty()) {
       throw Error(ErrorKind::configuration, "only released memory that is kept in host memory gets new content")
-          .with_tag(arena->key().tag)
           .with_address(address);
     }
-    for (std::size_t i = 0; i < blocks.size(); ++i) items_.push_back({arena, address, i, content, blocks[i], {}});
   }
-}
-
-void Rewrite::digest(Item& item) const {
-  Digest digest;
-  for (const auto& extent : item.before.extents) {
-    digest += digest_on_host(saver_.backups_.key(),
-                             {item.content + extent.offset, extent.bytes, extent.offset / kDigestWord});
-  }
-  item.after.offset = item.before.offset;
-  item.after.bytes = item.before.bytes;
-  item.after.extents = item.before.extents;
-  item.after.adopted = item.before.adopted;
-  item.after.digest = digest;
-  item.changed = !(item.before.digest == digest);
 }
 
 void Rewrite::make_room() {
   std::map<HostPool*, std::size_t> wanted;
   for (const auto& item : items_) {
     if (!item.changed || item.after.digest->any == 0) continue;
-    const std::size_t content = to_pages(item.before.content_bytes());
-    const std::size_t bytes = item.before.packed_bytes == 0 ? content : sum_of(item.before.host);
-    wanted[&saver_.backups_.pool_of(item.arena->key().device)] += bytes;
+    const Block& before = item.before;
+    const std::size_t bytes = before.packed_bytes == 0 ? to_pages(before.content_bytes()) : before.kept_bytes();
+    wanted[&pool_of(item)] += bytes;
     left_bytes_ += bytes;
   }
   if (saver_.backups_.shared() != nullptr) return;  // what it lacks shows only as it is looked for
@@ -102,47 +92,52 @@ void Rewrite::make_room() {
 
 void Rewrite::keep(Item& item) {
   Block& block = item.after;
-  const std::size_t content_bytes = block.content_bytes();
+  block.kept = block.digest->any == 0 ? Kept::zero : Kept::host;
+  if (block.kept == Kept::zero) return;
   const auto* content = reinterpret_cast<const unsigned char*>(item.content);
-  block.kept = Kept::zero;
-  if (block.digest->any == 0) return;
   std::vector<Extent> extents = block.extents;
   std::vector<unsigned char> packed;
   if (item.before.packed_bytes != 0) {
-    packed = packed_form(content + extents.front().offset, content_bytes, block.packed_bytes);
+    packed = packed_form(content + extents.front().offset, extents.front().bytes, block.packed_bytes);
   }
   if (!packed.empty()) {
     content = packed.data();
     extents = {{0, packed.size()}};
   }
   const std::size_t bytes = sum_of(extents);
-  if (!share(item, bytes)) {
-    if (block.host.empty()) block.host = saver_.backups_.pool_of(item.arena->key().device).take(bytes);
+  HostPool& pool = pool_of(item);
+  if (!share(block, bytes, pool.numa_node())) {
+    if (block.host.empty()) block.host = pool.take(bytes);
     for_each_piece(extents, block.host, [&](std::size_t offset, std::uintptr_t memory, std::size_t part) {
       std::memcpy(reinterpret_cast<void*>(memory), content + offset, part);
     });
     if (block.shared) saver_.backups_.shared()->publish(*block.shared, block.packed_bytes);
   }
-  block.kept = Kept::host;
   block.expected_bytes = block.packed_bytes == 0 ? 0 : block.kept_bytes();
-  left_bytes_ -= std::min<std::size_t>(left_bytes_, bytes);
 }
 
-bool Rewrite::share(Item& item, std::size_t bytes) {
+bool Rewrite::share(Block& block, std::size_t bytes, int numa_node) {
   using Found = SharedStore::Found;
   SharedStore* const store = saver_.backups_.shared();
   if (store == nullptr) return false;
-  Block& block = item.after;
-  const SharedStore::Answer answer = found_in(*store, *block.digest, block.content_bytes());
+  const auto until = std::chrono::steady_clock::now() + kOthersTimeout;
+  SharedStore::Answer answer{Found::awaited, {}, {}, {}, {}};
+  for (bool alone = false; answer.found == Found::awaited && !alone;) {
+    alone = std::chrono::steady_clock::now() > until;
+    const std::uint32_t seen = store->changes();
+    store->apply_pending();
+    answer = store->find_or_claim(*block.digest, block.content_bytes(), alone);
+    if (answer.found == Found::awaited) store->wait_for_change(seen);
+  }
   if (answer.found != Found::kept && answer.found != Found::claimed) return false;
   block.shared = answer.entry;
   if (answer.found == Found::kept) {
-    block.host = store->memory_of(answer);
     block.packed_bytes = answer.packed_bytes;
+    block.host = store->memory_of(answer);
     return true;
   }
-  const int node = saver_.backups_.pool_of(item.arena->key().device).numa_node();
-  block.host = store->take(answer.entry, bytes, left_bytes_, node);
+  const std::size_t left = left_bytes_.fetch_sub(std::min<std::size_t>(bytes, left_bytes_));
+  block.host = store->take(answer.entry, bytes, left, numa_node);
   if (block.host.empty()) store->give(*std::exchange(block.shared, std::nullopt));
   return false;
 }
@@ -152,29 +147,29 @@ void Rewrite::commit() {
   {
     const Lock lock(saver_.map_.mutex);
     for (const auto& item : items_) {
-      if (is_as_before(item)) continue;
+      if (still(item) != nullptr) continue;
       throw Error(ErrorKind::configuration, "the memory was resumed, freed or released anew, so it has other content")
           .with_tag(item.arena->key().tag)
           .with_address(item.base);
     }
     for (auto& item : items_) {
-      if (item.changed) std::swap(item.arena->allocations().at(item.base).blocks[item.number], item.after);
+      if (item.changed) std::swap(*still(item), item.after);
     }
   }
   give_back();
   saver_.backups_.trim_excess();
 }
 
-bool Rewrite::is_as_before(const Item& item) const {
-  if (!item.arena->alive(item.base)) return false;
-  const std::vector<Block>& blocks = item.arena->allocations().at(item.base).blocks;
-  if (item.number >= blocks.size()) return false;
-  const Block& now = blocks[item.number];
-  return now.kept == item.before.kept && now.digest == item.before.digest && now.extents == item.before.extents &&
-         !item.arena->is_mapped(item.base + now.offset, now.bytes);
+Block* Rewrite::still(const Item& item) const {
+  const auto found = item.arena->allocations().find(item.base);
+  if (!item.arena->alive(item.base) || item.number >= found->second.blocks.size()) return nullptr;
+  Block& now = found->second.blocks[item.number];
+  const bool same = now.kept == item.before.kept && now.digest == item.before.digest;
+  return same && !item.arena->is_mapped(item.base + now.offset, now.bytes) ? &now : nullptr;
 }
 
 void Rewrite::for_each_item(const std::function<void(Item&)>& work) {
+  constexpr std::size_t kThreads = 8;
   std::atomic<std::size_t> next{0};
   sys::run_in_threads(std::min(kThreads, items_.size()), [&](std::size_t) {
     for (std::size_t i = next++; i < items_.size(); i = next++) work(items_[i]);

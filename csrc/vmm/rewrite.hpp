@@ -11,7 +11,7 @@ using NewContent = std::pair<Address, std::uintptr_t>;
 // Until then nothing has changed, and the destructor gives them back. One thread at a time; the Saver must live longer.
 class Rewrite {
  public:
-  // Keeps `contents`: packed if the present backup is, in the shared store if there is one, and not at all where they
+  // Keeps `contents`, each of another allocation: packed if the present backup is, in the shared store if there is one, and not at all where they
   // equal the present backup. Gives their pages to the system as it goes. Throws configuration unless all are live
   // allocations that are released and kept in host memory, out_of_host_memory, or driver errors: nothing is kept.
   Rewrite(Saver& saver, const std::vector<NewContent>& contents);
@@ -34,12 +34,13 @@ class Rewrite {
   };
 
   void plan(const std::vector<NewContent>& contents) EXCLUDES(saver_.map_.mutex);
-  void digest(Item& item) const;
   void make_room();
   void keep(Item& item);
   // Takes what the shared store has of the content, or memory there for `bytes` of it. Returns whether it is written.
-  [[nodiscard]] bool share(Item& item, std::size_t bytes);
-  [[nodiscard]] bool is_as_before(const Item& item) const REQUIRES(saver_.map_.mutex);
+  [[nodiscard]] bool share(Block& block, std::size_t bytes, int numa_node);
+  // Returns the block; null if its backup is not that of before, or it has memory.
+  [[nodiscard]] Block* still(const Item& item) const REQUIRES(saver_.map_.mutex);
+  [[nodiscard]] HostPool& pool_of(const Item& item) { return saver_.backups_.pool_of(item.arena->key().device); }
   void for_each_item(const std::function<void(Item&)>& work);
   void give_back() noexcept;
 

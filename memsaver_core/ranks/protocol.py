@@ -109,10 +109,10 @@ class Resize:
 @dataclass(frozen=True)
 class WriteAsleep:
     """Take one step of an update of ``tag``, whose memory is released: all ranks take each before any takes the next.
-    They are methods of ``memsaver_core.lending.Lending``, the first one its construction. ``end`` may come after each.
-    ``processes`` are the ranks of this host."""
+    ``lend`` makes a ``memsaver_core.lending.Lending``, the others use it; ``drop`` may come after each. ``processes``
+    are the ranks of this host."""
 
-    step: Literal["lend", "keep", "commit", "end"]
+    step: Literal["lend", "keep", "commit", "drop"]
     tag: str
     processes: int = 1
 

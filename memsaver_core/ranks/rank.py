@@ -100,13 +100,15 @@ class Rank:
             case protocol.HibernationStep(step):
                 return self._hibernate(step)
             case protocol.WriteAsleep("lend", tag, processes):
-                self._lending = self.lend(tag, processes)
+                self._lending = Lending(tag, processes)
+                return None
+            case protocol.WriteAsleep("keep") if self._lending is not None:
+                self._lending.keep()
                 return None
             case protocol.WriteAsleep(step):
-                if self._lending is not None:
-                    getattr(self._lending, step)()
-                if step == "end":
-                    self._lending = None
+                lending, self._lending = self._lending, None
+                if lending is not None:
+                    lending.end(commit=step == "commit")
                 return None
         raise UnsupportedError(f"this rank does not answer {type(request).__name__}")
 
@@ -124,10 +126,6 @@ class Rank:
     def resume(self, tagged: Tagged) -> Result:
         """Resume, and do what the engine does at a wake-up."""
         return self.followed(functools.partial(ms.resume_with, tagged))
-
-    def lend(self, tag: str, processes: int) -> Lending:
-        """Lend the tensors of ``tag``, whose memory is released, host memory, so that the engine can write them."""
-        return Lending(tag, processes)
 
     def followed(self, operate: Callable[..., OperationReport]) -> OperationReport:
         """Run ``operate(log=...)``; meanwhile the progress record shows its progress."""

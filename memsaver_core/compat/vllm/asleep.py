@@ -63,14 +63,14 @@ class ModelLending(Lending):
             )
         super().keep()
 
-    def end(self) -> None:
+    def end(self, commit: bool) -> None:
         for table, before in self._tables:
             table.clear()
             table.update(before)
         for info, device in self._reloads:
             info.reset()
             info.restore_device = device
-        super().end()
+        super().end(commit)
 
     def _on_host(self) -> set[str]:
         """Return the attributes of modules that are tensors in host memory which is not lent."""
@@ -99,15 +99,11 @@ def write_worker(worker: Any, method: str, args: tuple[Any, ...], kwargs: dict[s
 def end_worker(worker: Any, commit: bool) -> Failure | None:
     """``Worker.memsaver_end_write``: have the next wake-up bring in what was written, if all workers have written."""
     lending, worker._memsaver_lending = worker._memsaver_lending, None
-    if lending is None:
-        return None
     try:
-        if commit:
-            lending.commit()
+        if lending is not None:
+            lending.end(commit)
     except Exception as error:
         return Failure.of(error)
-    finally:
-        lending.end()
     return None
 
 

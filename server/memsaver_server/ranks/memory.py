@@ -155,24 +155,25 @@ class RankMemory(Group):
         nbytes = max((each.bytes for each in self.status().tags if each.tag == tag), default=0)
         limit_s = self.deadlines.idle_s + nbytes / SLOWEST_COPY
 
-        def take(step: _WriteStep) -> None:
+        def take(step: Literal["lend", "keep", "commit", "drop"]) -> None:
             self.step = f"update ({step})"
-            self.check(self.ask(WriteAsleep(step, tag, len(self.progress.seen) or 1), limit_s))
+            try:
+                self.check(self.ask(WriteAsleep(step, tag, len(self.progress.seen) or 1), limit_s))
+            finally:
+                self.step = ""
 
         try:
             take("lend")
             yield
             take("keep")
-            try:
-                take("commit")
-            except errors.MemsaverError as error:
-                raise self.fail(f"ranks may have different weights: {error}") from error
-        finally:
-            try:
-                if not self.failure:
-                    take("end")
-            finally:
-                self.step = ""
+        except BaseException:
+            if not self.failure:
+                take("drop")
+            raise
+        try:
+            take("commit")
+        except errors.MemsaverError as error:
+            raise self.fail(f"ranks may have different weights: {error}") from error
 
     def release(self, request: MemoryRequest, *, log: PhaseLog | None = None) -> OperationReport:
         """As ``memsaver_core.release_with``, on every rank or on none; errors name the rank. GroupFailedError: a rank
@@ -377,7 +378,6 @@ class RankMemory(Group):
 
 
 _Step = Literal["lock", "checkpoint", "restore", "unlock"]
-_WriteStep = Literal["lend", "keep", "commit", "end"]
 
 
 def _awake(request: MemoryRequest, tags: tuple[str, ...], trim: bool = False) -> MemoryRequest:
