@@ -204,22 +204,15 @@ def test_released_weights_are_not_written(engine: TransformersEngine, trained: T
     assert answer_of(engine) == trained[2]
 
 
-def test_a_service_writes_released_weights(
-    engine: TransformersEngine, trained: Trained, original: Path, tmp_path: Path
-) -> None:
-    """Tied weights, too; what cannot be loaded leaves the version before."""
-    before = answer_of(engine)
+def test_a_service_writes_released_weights(engine: TransformersEngine, trained: Trained, tmp_path: Path) -> None:
+    """What cannot be loaded leaves the version before."""
     with attach(engine) as server, Client(server.url) as client:
         client.release()
         client.update_weights_from_disk(trained[0], version="step-1")
         with pytest.raises(InvalidRequestError, match="not a checkpoint folder"):
             client.update_weights_from_disk(tmp_path, version="step-2")
         client.resume(weights_version="step-1")
-        assert answer_of(engine) == trained[2] != before
-        client.release()
-        client.update_weights_from_disk(original)
-        client.resume()
-        assert answer_of(engine) == before
+        assert answer_of(engine) == trained[2]
 
 
 def test_new_weights_survive_the_next_release(engine: TransformersEngine, trained: Trained) -> None:
