@@ -11,7 +11,7 @@ namespace memsaver {
 
 // The largest block, the unit of digest, backup and copy: 32 MiB is the smallest copy at the link's full speed. A block
 // never spans two allocations, so freeing one leaves no partial backup.
-inline constexpr std::size_t kBlockBytes = 32 * kSizeUnit;
+inline const std::size_t kBlockBytes = 32 * kSizeUnit;
 
 // A part of an allocation that holds content, or of the backup file.
 struct Extent {

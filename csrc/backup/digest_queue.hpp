@@ -19,8 +19,8 @@ class DigestQueue {
  public:
   // Bytes per CUDA thread block: 256 KiB fill the device from a few dozen MiB on, and keep the table of items small
   // (24 bytes each, which the device reads from host memory).
-  static constexpr std::size_t kItemBytes = std::max<std::size_t>(kSizeUnit / 4, 4096);
-  static constexpr std::size_t kSlotItems = 2048 * kSizeUnit / kItemBytes;  // 2 GiB in whole items
+  inline static const std::size_t kItemBytes = std::max<std::size_t>(kSizeUnit / 4, 4096);
+  static constexpr std::size_t kSlotItems = 8192;  // 2 GiB in whole items
   static constexpr std::size_t kSlots = 3;
 
   // Jobs that are digested at once.

@@ -178,7 +178,7 @@ class HostPool {
  private:
   // First release of 31 GiB on an H200 with 16 cores: 10 threads and 128 MiB slices ran at 40 to 42 GB/s, 8 at 41. 12
   // threads and 64 MiB slices ran at 36; 15 threads at 26, as the taker, which registers and copies, lacked a core.
-  static constexpr std::size_t kSliceBytes = 128 * kSizeUnit;
+  inline static const std::size_t kSliceBytes = 128 * kSizeUnit;
   static constexpr std::size_t kHugePage = std::size_t{2} << 20;
   static constexpr std::size_t kGrowers = 10;
 

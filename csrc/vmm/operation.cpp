@@ -10,8 +10,8 @@ namespace {
 
 // A dead range smaller than this is copied with its neighbours: to copy 64 KiB takes about a microsecond, to start
 // another copy several.
-constexpr std::size_t kSmallestGap = kSizeUnit / 16;
-constexpr std::size_t kFirstMemory = 64 * kSizeUnit;
+const std::size_t kSmallestGap = kSizeUnit / 16;
+const std::size_t kFirstMemory = 64 * kSizeUnit;
 
 // Returns the parts of a block that hold content: all but `dead`, which is in address order. `base` is the address of
 // its allocation.

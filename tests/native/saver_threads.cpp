@@ -22,7 +22,7 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kCapacity = std::size_t{256} << 20;
-constexpr std::size_t kKeptBytes = 20 * kBlockBytes;
+const std::size_t kKeptBytes = 20 * kBlockBytes;
 
 void ranges_merge_and_split() {
   RangeSet set;

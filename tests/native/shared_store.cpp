@@ -591,7 +591,7 @@ void no_room_to_pack_what_was_awaited() {
   std::mt19937 numbers(1);
   for (auto& each : weights) each = static_cast<std::uint16_t>((numbers() & 0x81ff) | 0x3c00);
   std::memcpy(reinterpret_cast<void*>(address), weights.data(), kBlocks * kBlockBytes);
-  constexpr std::size_t kAwaited = 12 * kBlockBytes;  // the chunks before it leave room for more buffers
+  const std::size_t kAwaited = 12 * kBlockBytes;  // the chunks before it leave room for more buffers
   const DigestItem item{address + kAwaited, kBlockBytes, kAwaited / kDigestWord};
   const auto claim = other.store.find_or_claim(digest_on_host(other.store.key(), item), kBlockBytes);
   CHECK(claim.found == SharedStore::Found::claimed);

@@ -22,7 +22,7 @@
 
 namespace memsaver {
 
-inline constexpr std::size_t kLimit = 64 * kSlabBytes;
+inline const std::size_t kLimit = 64 * kSlabBytes;
 inline const std::string kName = "native-" + std::to_string(getpid());
 
 // Content number `seed` of so many bytes, and its digest under the store's key.

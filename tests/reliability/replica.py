@@ -15,7 +15,7 @@ from memsaver_core import _native
 from memsaver_core.contract.errors import OutOfHostMemoryError
 from tests.unit.saver_memory import content, fill, view
 
-#: MEMSAVER_UNIT_BYTES of CMakeLists.txt; the product's units are of 1 MiB.
+#: kSizeUnit of tests/native/small_units.cpp; the product's units are of 1 MiB.
 UNIT = 512
 WEIGHTS = 160 * UNIT  # several blocks, and more than one slab
 
