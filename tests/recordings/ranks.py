@@ -64,6 +64,7 @@ SENT: tuple[protocol.Request, ...] = (
     protocol.TakeOutcome(),
     protocol.SleepNow(RELEASE, 2),
     protocol.Resize(7),
+    protocol.WriteAsleep("lend", "weights", 2),
 )
 RANKS = 2
 KIB = 1 << 10

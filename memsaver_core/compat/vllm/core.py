@@ -1,5 +1,5 @@
-"""What is changed in vLLM's engine core, so that a sleep or a wake-up that fails leaves an engine that serves, and for
-resizes of its KV cache.
+"""What is changed in vLLM's engine core, so that a sleep or a wake-up that fails leaves an engine that serves, for
+resizes of its KV cache, and for updates of weights that sleep.
 
 vLLM pauses its scheduler before its workers sleep, and lets it go on only at a wake-up. It also stops reading the
 workers' answers at the first error, so that the next call would read the others' answers to this one.
@@ -8,12 +8,13 @@ workers' answers at the first error, so that the next call would read the others
 from __future__ import annotations
 
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-import memsaver_core as ms
 from memsaver_core.compat.patching import Function
-from memsaver_core.compat.vllm import block_limit, tier
-from memsaver_core.compat.vllm.allocator import WEIGHTS, is_wanted
+from memsaver_core.compat.vllm import asleep, block_limit, tier
+from memsaver_core.compat.vllm.allocator import is_wanted
+from memsaver_core.compat.vllm.asleep import weights_are_released
 from memsaver_core.contract.errors import MemsaverError, UnsupportedError
 from memsaver_core.ranks.protocol import Failure
 
@@ -33,10 +34,6 @@ def call_worker(worker: Any, name: str, **arguments: Any) -> tuple[Failure | Non
     except Exception as error:
         failure = Failure.of(error)
     return failure, weights_are_released()
-
-
-def weights_are_released() -> bool:
-    return any(tag.tag == WEIGHTS and tag.released_bytes for tag in ms.status().tags)
 
 
 def on_all_workers(call: Function, executor: Any, *args: Any, **kwargs: Any) -> None:
@@ -113,7 +110,7 @@ def collective_rpc(call: Function, core: Any, method: Any, *args: Any, **kwargs:
     if not is_wanted(core.vllm_config.model_config):
         return call(core, method, *args, **kwargs)
     with tier.forgotten_after(core, method):
-        return block_limit.answer(call, core, method, *args, **kwargs)
+        return block_limit.answer(partial(asleep.write, call), core, method, *args, **kwargs)
 
 
 #: By module.

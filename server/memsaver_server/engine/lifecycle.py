@@ -34,6 +34,7 @@ from memsaver_server.engine import (
     WatchedMemory,
     memory_of,
     unwritten_weights,
+    updates_asleep,
     waits,
 )
 from memsaver_server.engine.admission import Admission, failed_for_good
@@ -313,29 +314,29 @@ class Lifecycle:
     ) -> Iterator[None]:
         """Run the block, which writes the content of ``tag`` in place, while no memory is moved. Waits for that.
 
+        If the tag is released, and the engine's updates can write host memory, the block finds its tensors there, and
+        the next resume brings in what it has written. If it raises then, the content and its version are those before.
+
         Afterwards what a release had discarded counts as written, unless the block raised or the engine says that
-        weights are still missing; and weights are of this ``version``. While the block runs, and if it raises anything
-        but one of the ``refusals``, with which it has written nothing, they are of none. Raises, without running the
-        block, NotResidentError if the tag is released, and MemoryBusyError if an operation stalls or another block has
-        not ended."""
+        weights are still missing; and weights are of this ``version``. While the block writes in place, and if it
+        raises anything but one of the ``refusals``, with which it has written nothing, they are of none. Raises,
+        without running the block, NotResidentError if the tag is released and cannot be written so,
+        OutOfHostMemoryError if that takes more than there is, and MemoryBusyError if an operation stalls or another
+        block has not ended."""
         while not self._moving.acquire(timeout=self._phase_timeout_s):
             if self._updating:
                 raise self._update_too_long("nothing was written")
             operation = self.operations.running
             if operation is not None and (stall := operation.stall()) is not None:
                 raise errors.MemoryBusyError(f"nothing was written: {operation.stall_message(stall)}", stall.phase)
-        before = self._weights_version
         try:
-            self.check_resident([tag])
+            asleep = updates_asleep(self._engine) and tag in released_tags(self.memory.status())
+            if not asleep:
+                self.check_resident([tag])
             self._updating = True
-            self._verification.content_changed()
-            if tag == "weights":
-                self._weights_version = None
-            try:
+            with self.memory.written_asleep(tag) if asleep else self._written_in_place(tag, refusals):
                 yield
-            except refusals:
-                self._weights_version = before
-                raise
+            self._verification.content_changed()
             if tag == "weights":
                 self._weights_version = version
             if tag != "weights" or not unwritten_weights(self._engine):
@@ -343,6 +344,18 @@ class Lifecycle:
         finally:
             self._updating = False
             self._moving.release()
+
+    @contextmanager
+    def _written_in_place(self, tag: str, refusals: tuple[type[Exception], ...]) -> Iterator[None]:
+        before = self._weights_version
+        self._verification.content_changed()
+        if tag == "weights":
+            self._weights_version = None
+        try:
+            yield
+        except refusals:
+            self._weights_version = before
+            raise
 
     def content_written(self, tags: Sequence[str]) -> str:
         """Take the caller's word that the content of ``tags`` (none: all that is lost) was written; return why
@@ -363,9 +376,9 @@ class Lifecycle:
 
     def weights_updated(self) -> None:
         """Note that the engine's own update of the weights was seen. Never blocks; may be called by the engine."""
+        self._verification.content_changed()
+        self._weights_version = None
         if "weights" not in released_tags(self.memory.status()):
-            self._verification.content_changed()
-            self._weights_version = None
             self._admission.written(["weights"])
 
     def snapshot(self) -> Snapshot:

@@ -32,9 +32,10 @@ from memsaver_core.ranks.protocol import (
     Request,
     Reserve,
     Resize,
+    WriteAsleep,
 )
 from memsaver_core.release_resume import available_host_bytes
-from memsaver_server.ranks.group import Channel, Deadlines, Group
+from memsaver_server.ranks.group import SLOWEST_COPY, Channel, Deadlines, Group
 from memsaver_server.ranks.merging import merged_tags
 
 #: Something that every rank does; returns their answers.
@@ -156,6 +157,33 @@ class RankMemory(Group):
 
     def prepare_backup(self) -> None:
         """Do nothing: each rank prepares its own once it is loaded."""
+
+    @contextmanager
+    def written_asleep(self, tag: str) -> Iterator[None]:
+        """As ``memsaver_core.lending.written_asleep``, on every rank or on none."""
+        self.raise_if_failed()
+        nbytes = max((each.bytes for each in self.status().tags if each.tag == tag), default=0)
+        limit_s = self.deadlines.idle_s + nbytes / SLOWEST_COPY
+
+        def take(step: Literal["lend", "keep", "commit", "drop"]) -> None:
+            self.step = f"update ({step})"
+            try:
+                self.check(self.ask(WriteAsleep(step, tag, len(self.progress.seen) or 1), limit_s))
+            finally:
+                self.step = ""
+
+        try:
+            take("lend")
+            yield
+            take("keep")
+        except BaseException:
+            if not self.failure:
+                take("drop")
+            raise
+        try:
+            take("commit")
+        except errors.MemsaverError as error:
+            raise self.fail(f"ranks may have different weights: {error}") from error
 
     def release(self, request: MemoryRequest, *, log: PhaseLog | None = None) -> OperationReport:
         """As ``memsaver_core.release_with``, on every rank or on none, or so of the data-parallel engines that a
