@@ -114,6 +114,8 @@ def _annotation(of: Any) -> str:
         return f"Literal[{', '.join(map(repr, get_args(of)))}]"
     if get_origin(of) is Mapping:
         return "Mapping[str, str]"
+    if get_origin(of) is tuple:
+        return f"list[{_plain(get_args(of)[0]).__name__}]"
     if hasattr(of, "__metadata__"):
         return _annotation(of.__origin__)
     return str(of.__name__)
@@ -174,7 +176,7 @@ def _option(field: str, info: FieldInfo) -> tuple[str, str, str]:
     elif get_origin(of) is Mapping:
         kind, conversion, shown["metavar"] = "list[str] | None", "pairs_of", "NAME=VALUE"
     elif many:
-        kind = "list[str] | None"
+        kind = f"list[{_plain(get_args(of)[0]).__name__}] | None"
     elif field.endswith("_bytes"):
         conversion, shown["metavar"] = "size_of", "SIZE"
         shown["help"] += " 20GiB, 500MB, or a number of bytes."

@@ -18,7 +18,7 @@ PROMPTS = [
 _DRAWN = 1 << 24
 
 
-def write_checkpoint(config: Path, folder: Path) -> None:
+def write_checkpoint(config: Path, folder: Path, seed: int = 20) -> None:
     """Write a checkpoint of the shape of ``config``: seeded normal weights in bfloat16, of its initializer range.
 
     The file is written as it lies on disk (https://github.com/huggingface/safetensors#format), a tensor at a time: at
@@ -31,7 +31,9 @@ def write_checkpoint(config: Path, folder: Path) -> None:
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if shape.tie_word_embeddings else set()
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    drawn = torch.randn(_DRAWN, generator=torch.Generator().manual_seed(20)) * getattr(shape, "initializer_range", 0.02)
+    drawn = torch.randn(_DRAWN, generator=torch.Generator().manual_seed(seed)) * getattr(
+        shape, "initializer_range", 0.02
+    )
     weights, norms = (bytes(values.to(torch.bfloat16).view(torch.uint8).numpy()) for values in (drawn, 1 + drawn))
 
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -21,15 +22,35 @@ def is_plain(tensor: object) -> bool:
     )
 
 
+def is_movable(tensor: object) -> bool:
+    """Return whether ``rebase`` can move a tensor; engines have separate classes of parameters."""
+    return is_plain(tensor) or (issubclass(type(tensor), torch.nn.Parameter) and is_plain(tensor.data))  # type: ignore[attr-defined]
+
+
 def rebase(tensors: Iterable[torch.Tensor], storages: dict[int, torch.UntypedStorage]) -> None:
     """Put each tensor on the storage that ``storages`` maps its present one to (keyed by ``_cdata``), if any. Offsets,
     sizes and strides stay, and tensors that shared a storage still do."""
+    for tensor in tensors:
+        if (storage := storages.get(tensor.untyped_storage()._cdata)) is not None:
+            place(tensor, Place.of(tensor)._replace(storage=storage))
+
+
+class Place(NamedTuple):
+    """Where the content of a tensor lies."""
+
+    storage: torch.UntypedStorage
+    offset: int | torch.SymInt
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Place:
+        return cls(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def place(tensor: torch.Tensor, at: Place) -> None:
+    """Put a tensor elsewhere, perhaps on another kind of device. It stays the same object."""
     with _disable_current_modes(), torch.no_grad():
-        for tensor in tensors:
-            if (storage := storages.get(tensor.untyped_storage()._cdata)) is None:
-                continue
-            moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-                storage, tensor.storage_offset(), tensor.size(), tensor.stride()
-            )
-            with torch.inference_mode(tensor.is_inference()):
-                tensor.data = moved
+        moved = torch.empty(0, dtype=tensor.dtype, device=at.storage.device).set_(*at)
+        with torch.inference_mode(tensor.is_inference()):
+            tensor.data = moved

@@ -17,7 +17,7 @@ from memsaver_core.contract.errors import BackupError, MemsaverError
 from memsaver_core.contract.policies import policy_for
 from memsaver_core.manifests import Allocation, Manifest, SharedStore, WeightsKey, kept_in
 from memsaver_core.release_resume import with_room
-from memsaver_core.storages import is_plain, rebase
+from memsaver_core.storages import is_movable, rebase
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class _Loading:
             raise ValueError("what the store has of them is damaged, or of another version of memsaver")
         first = next(iter(self._tensors().values()))
         backend, device = process.backend(), first.device.index or 0
-        sharing = _sharing(self._storages)
+        sharers = sharing(self._storages)
         policy = policy_for(self._tag, None).value
         # What the tensors leave is given back as they move. Packed content is best brought in with all that is not.
         room = max(LEAST_BATCH_BYTES, self._saver.memory_info(device)[0] // 2)
@@ -135,7 +135,7 @@ class _Loading:
                     if index in buffers
                 }
                 for number, storage in moved.items():
-                    rebase(sharing[number], {self._storages[number]._cdata: storage})
+                    rebase(sharers[number], {self._storages[number]._cdata: storage})
                     self._storages[number] = storage
                 del buffers, moved
                 backend.empty_cache()
@@ -182,7 +182,7 @@ def _layout_of(tensors: Tensors) -> tuple[list[Any], list[torch.UntypedStorage]]
     rows: list[Any] = []
     devices = set()
     for name, tensor in sorted(tensors.items()):
-        if not _is_movable(tensor) or tensor.device.type != process.torch_device().type:
+        if not is_movable(tensor) or tensor.device.type != process.torch_device().type:
             raise ValueError(f"{name} is on {tensor.device}, or no ordinary tensor")
         storage = tensor.untyped_storage()
         devices.add(tensor.device)
@@ -197,17 +197,12 @@ def _layout_of(tensors: Tensors) -> tuple[list[Any], list[torch.UntypedStorage]]
     return rows, list(storages.values())
 
 
-def _is_movable(tensor: object) -> bool:
-    """Return whether ``rebase`` can move a tensor; engines have separate classes of parameters."""
-    return is_plain(tensor) or (issubclass(type(tensor), torch.nn.Parameter) and is_plain(tensor.data))  # type: ignore[attr-defined]
-
-
-def _sharing(storages: Sequence[torch.UntypedStorage]) -> list[list[torch.Tensor]]:
+def sharing(storages: Sequence[torch.UntypedStorage]) -> list[list[torch.Tensor]]:
     """Return the tensors of this process that share each storage."""
     numbers = {storage._cdata: number for number, storage in enumerate(storages)}
     found: list[list[torch.Tensor]] = [[] for _ in storages]
     for each in all_objects():
-        if _is_movable(each) and (number := numbers.get(each.untyped_storage()._cdata)) is not None:
+        if is_movable(each) and (number := numbers.get(each.untyped_storage()._cdata)) is not None:
             found[number].append(each)
     return found
 

@@ -91,6 +91,7 @@ class BackupStore {
   }
   // Returns null if blocks are not shared with other processes.
   [[nodiscard]] SharedStore* shared() const { return shared_.get(); }
+  [[nodiscard]] const DigestKey& key() const { return key_; }
   [[nodiscard]] FileStore& files() { return files_; }
   [[nodiscard]] const FileStore& files() const { return files_; }
   [[nodiscard]] bool packs() const { return settings_.pack; }

@@ -3,6 +3,7 @@
 #include "driver/nvrtc.hpp"
 #include "hooks/preload.hpp"
 #include "hooks/torch_allocator.hpp"
+#include "vmm/rewrite.hpp"
 #include "vmm/shared_buffer.hpp"
 
 namespace memsaver::python {
@@ -59,8 +60,9 @@ py::dict to_dict(const SaverStatus& value) {
 }
 
 py::dict to_dict(const BackupView& value) {
-  return py::dict(FIELD(tag), FIELD(released), "in_host_memory"_a = value.kept == Kept::host,
-                  "on_disk"_a = value.kept == Kept::file, "memory"_a = reinterpret_cast<Address>(value.memory));
+  return py::dict(FIELD(tag), FIELD(allocation), FIELD(allocation_bytes), FIELD(released),
+                  "in_host_memory"_a = value.kept == Kept::host, "on_disk"_a = value.kept == Kept::file,
+                  "memory"_a = reinterpret_cast<Address>(value.memory));
 }
 
 py::dict to_dict(const DeviceInfo& value) {
@@ -280,6 +282,13 @@ void bind_host_buffer(py::module_& module) {
       .def_buffer(&HostBuffer::view);
 }
 
+void bind_rewrite(py::module_& module) {
+  const py::release_gil_before_calling_cpp_dtor no_gil;
+  py::class_<Rewrite>(module, "Rewrite", no_gil)
+      .def(py::init<Saver&, const std::vector<NewContent>&>(), "saver"_a, "contents"_a, py::keep_alive<1, 2>(), NoGil())
+      .def("commit", &Rewrite::commit, NoGil());
+}
+
 py::list texts(SharedStore& store) {
   std::vector<SharedStore::Text> found;
   {
@@ -411,6 +420,7 @@ void bind_all(py::module_& module, const DriverAdaptor& adapt) {
   bind_operations(saver);
   bind_driver(saver);
   bind_host_buffer(module);
+  bind_rewrite(module);
   bind_shared_buffers(module);
   bind_shared_store(module);
   bind_hooks(module);

@@ -43,6 +43,8 @@ struct SaverStatus {
 
 struct BackupView {
   std::string tag;
+  Address allocation = 0;  // that the range is in
+  std::size_t allocation_bytes = 0;
   bool released = false;         // some of the range has no memory now
   Kept kept = Kept::nothing;     // host: all of it is in host memory (zeros included); file: some of it is on disk
   const void* memory = nullptr;  // its address, if it is contiguous in host memory

@@ -274,6 +274,8 @@ BackupView Saver::backup_of(Address address, std::size_t bytes, void* to) {
       throw Error(ErrorKind::configuration, "this is not memory of a region").with_address(address).with_bytes(bytes);
     }
     view.tag = arena->key().tag;
+    view.allocation = allocation->address;
+    view.allocation_bytes = allocation->bytes;
     view.released = !arena->is_mapped(address, bytes);
     const std::size_t begin = address - allocation->address;
     const std::size_t end = begin + bytes;

@@ -105,6 +105,7 @@ class Saver {
 
  private:
   friend struct SaverAudit;  // of the tests
+  friend class Rewrite;
   class Operation;
   class Release;
   class Resume;

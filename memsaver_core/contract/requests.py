@@ -52,6 +52,8 @@ Tags = Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_le
 WeightsVersion = Annotated[str, Field(min_length=1, max_length=256)]
 Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False), _IsNumber]
 Bytes = Annotated[int, Field(ge=1, lt=1 << 63), _IsNumber]
+#: Numbers of data-parallel engines.
+DpRanks = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 16), _IsNumber], ...], Field(max_length=1024)]
 OperationId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.:-]+$")]
 
 
@@ -146,7 +148,7 @@ class _Operation(Fields):
         return self.model_copy(update=deadline)
 
 
-class _OnTags(_Operation, Tagged):
+class OnTags(_Operation, Tagged):
     """What may be asked of a release and of a resume."""
 
     operation: ClassVar[Verb]
@@ -160,6 +162,20 @@ class _OnTags(_Operation, Tagged):
     lease_s: Annotated[float, Field(gt=0, le=3600), _IsNumber, Acts("caller", fleet=_PREPARED_BY_FLEET)] = Field(
         default=DEFAULT_LEASE_S, description="With prepare: after how long it is undone without a commit."
     )
+    dp_ranks: Annotated[
+        DpRanks, Acts("service", fleet="a fleet releases and resumes whole servers; send dp_ranks to one of them")
+    ] = Field(default=(), description="Which of the server's data-parallel engines, by rank; absent or empty: all.")
+
+    @field_validator("dp_ranks", mode="after")
+    @classmethod
+    def _sorted(cls, dp_ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(set(dp_ranks)))
+
+    @model_validator(mode="after")
+    def _of_whole_servers(self) -> Self:
+        if self.dp_ranks and self.verify is not None:
+            raise ValueError("the tokens of verify are computed by any engine of the server: leave out dp_ranks")
+        return self
 
     @model_validator(mode="after")
     def _lease_of_something(self) -> Self:
@@ -172,7 +188,7 @@ class _OnTags(_Operation, Tagged):
         return super().resolved(drain_timeout_s).model_copy(update={"tags": tuple(sorted(self.tags))})
 
 
-class Release(MemoryRequest, _OnTags):
+class Release(MemoryRequest, OnTags):
     """Gives the memory of tags back to the driver."""
 
     operation: ClassVar[Verb] = "release"
@@ -188,11 +204,17 @@ class Release(MemoryRequest, _OnTags):
         Acts("service", fleet="a fleet releases whole tags; send tags instead of at_least_bytes"),
     ] = Field(default=None, description="Release only as many tags as free this much, cheapest first.")
 
+    @model_validator(mode="after")
+    def _hibernates_whole(self) -> Self:
+        if self.dp_ranks and self.hibernate:
+            raise ValueError("a server hibernates with all of its engines: leave out hibernate or dp_ranks")
+        return self
+
     def patience_s(self, phase: str) -> float:
         return self.timeout_s or 0.0 if phase == "drain" else 0.0
 
 
-class Resume(_OnTags):
+class Resume(OnTags):
     """Brings the memory of tags back, at the same addresses."""
 
     operation: ClassVar[Verb] = "resume"

@@ -106,6 +106,7 @@ class RankStatus(Model):
     )
     state: str = Field(description="the state of its memory, after its last operation")
     stopped: bool = Field(default=False, description="a signal or a debugger has stopped it")
+    dp_rank: int | None = Field(default=None, description="the data-parallel engine it is of, if the server has some")
 
 
 class SharedStoreStatus(Model):

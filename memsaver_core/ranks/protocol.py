@@ -16,7 +16,7 @@ from memsaver_core.contract.requests import MemoryRequest, Verb
 from memsaver_core.contract.status import CommunicatorStatus, DeviceMemory, Status
 
 #: Raised with every change of a message; the service and all ranks must have the same.
-VERSION = 6
+VERSION = 7
 
 #: A message as plain data.
 Plain = dict[str, Any]
@@ -106,6 +106,17 @@ class Resize:
     pages: int
 
 
+@dataclass(frozen=True)
+class WriteAsleep:
+    """Take one step of an update of ``tag``, whose memory is released: all ranks take each before any takes the next.
+    ``lend`` makes a ``memsaver_core.lending.Lending``, the others use it; ``drop`` may come after each. ``processes``
+    are the ranks of this host."""
+
+    step: Literal["lend", "keep", "commit", "drop"]
+    tag: str
+    processes: int = 1
+
+
 Request = (
     Introduce
     | Prepare
@@ -118,6 +129,7 @@ Request = (
     | TakeOutcome
     | SleepNow
     | Resize
+    | WriteAsleep
 )
 
 

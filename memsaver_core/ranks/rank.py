@@ -15,6 +15,7 @@ from memsaver_core.contract.reports import OperationReport, TagReport
 from memsaver_core.contract.requests import MemoryRequest, Tagged, Verb
 from memsaver_core.contract.status import CommunicatorStatus
 from memsaver_core.device_memory import read_devices
+from memsaver_core.lending import Lending
 from memsaver_core.ranks import protocol
 from memsaver_core.ranks.plans import hold_disk, plan_release, plan_resume
 from memsaver_core.ranks.progress import ProgressRecord
@@ -39,6 +40,7 @@ class Rank:
 
     def __init__(self) -> None:
         self._failed_phase = ""
+        self._lending: Lending | None = None
 
     def enabled(self) -> bool:
         """Return whether memsaver manages the memory of this rank."""
@@ -97,6 +99,17 @@ class Rank:
                 return self._communicate(operation, names, timeout_s)
             case protocol.HibernationStep(step):
                 return self._hibernate(step)
+            case protocol.WriteAsleep("lend", tag, processes):
+                self._lending = Lending(tag, processes)
+                return None
+            case protocol.WriteAsleep("keep") if self._lending is not None:
+                self._lending.keep()
+                return None
+            case protocol.WriteAsleep(step):
+                lending, self._lending = self._lending, None
+                if lending is not None:
+                    lending.end(commit=step == "commit")
+                return None
         raise UnsupportedError(f"this rank does not answer {type(request).__name__}")
 
     def release_own(self, memory: MemoryRequest) -> OperationReport:

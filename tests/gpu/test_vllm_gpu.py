@@ -336,6 +336,31 @@ def test_a_cache_in_one_piece_is_not_resized(served: httpx.Client) -> None:
     assert "MEMSAVER_KV_CACHE_PIECE=32MiB" in refused.text
 
 
+def test_what_was_offloaded_is_found_after_a_sleep(model: Path, tmp_path: Path) -> None:
+    """A prompt of many blocks is loaded from the connector's tier, and its tokens are the same."""
+
+    def loaded() -> float:
+        lines = client.get("/metrics").raise_for_status().text.splitlines()
+        found = [line for line in lines if line.startswith("vllm:external_prefix_cache_hits_total")]
+        return sum(float(line.rpartition(" ")[2]) for line in found)
+
+    transfer = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30},
+    }
+    with serving(model, tmp_path / "log", "--enforce-eager", "--kv-transfer-config", json.dumps(transfer)) as (
+        client,
+        _,
+    ):
+        tokens = complete(client, 2)
+        post(client, "/sleep", level=1)
+        post(client, "/wake_up")
+        before = loaded()
+        assert complete(client, 2) == tokens
+        assert loaded() > before
+
+
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[Any]:
     before = {name: os.environ.get(name) for name in ENVIRONMENT}

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.gpu.children import process_mib, two_devices, with_new_nccl
-from tests.gpu.vllm_server import QUICK, completions, missing, post, serving
+from tests.gpu.vllm_server import QUICK, complete, completions, missing, post, serving
 from tests.waiting import wait_until
 
 MIB = 1 << 20
@@ -175,4 +175,22 @@ def test_every_data_parallel_engine_is_released(model: Path, tmp_path: Path) -> 
         post(client, "/release_memory_occupation")
         assert all(one - held_mib([rank["pid"]]) > 1024 for one, rank in zip(loaded, ranks, strict=True))
         post(client, "/resume_memory_occupation")
+        assert completions(client) == before
+
+
+def test_an_engine_serves_while_the_other_sleeps(model: Path, tmp_path: Path) -> None:
+    """Two engines of one server, on one GPU. The one that is awake answers as before, as both do afterwards."""
+    arguments = ["--data-parallel-size", "2", "--enforce-eager", "--kv-cache-memory-bytes", str(1024 * MIB)]
+    if torch.cuda.device_count() < 2:
+        arguments.append("--device-ids=+0,-0")
+    with serving(model, tmp_path / "log", *arguments) as (client, _):
+        before = completions(client)
+        for asleep in (0, 1):
+            post(client, "/release_memory_occupation", dp_ranks=[asleep])
+            states = {rank["dp_rank"]: rank["state"] for rank in occupation(client)["ranks"]}
+            assert states == {asleep: "released", 1 - asleep: "resident"}
+            with ThreadPoolExecutor(8) as pool:
+                assert all(len(answer) == 24 for answer in pool.map(lambda _: complete(client, 0), range(8)))
+            assert completions(client) == before
+            post(client, "/resume_memory_occupation", dp_ranks=[asleep])
         assert completions(client) == before

@@ -36,14 +36,14 @@ def missing() -> str:
     return engines.missing("vLLM", "vllm", "vllm.general_plugins")
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, seed: int = 3) -> None:
     """Write a checkpoint of seeded random weights: four layers of Qwen2-1.5B's shape."""
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {**json.loads(CONFIG.read_text()), "num_hidden_layers": 4}
     (folder / "config.json").write_text(json.dumps(shape))
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     random = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     state = {name: tensor.contiguous() for name, tensor in random.state_dict().items() if name != "lm_head.weight"}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})

@@ -80,6 +80,7 @@ FIELDS: tuple[Fields, ...] = (
     {"fleet_mode": "best_effort"},
     {"operation_id": "named-by-its-caller"},
     {"wake_on_request": True},
+    {"dp_ranks": [0, 2]},
 )
 #: Those of the doors of vLLM and Ray Serve.
 SLEEP_FIELDS: tuple[Fields, ...] = (

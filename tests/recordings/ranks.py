@@ -64,6 +64,7 @@ SENT: tuple[protocol.Request, ...] = (
     protocol.TakeOutcome(),
     protocol.SleepNow(RELEASE, 2),
     protocol.Resize(7),
+    protocol.WriteAsleep("lend", "weights", 2),
 )
 RANKS = 2
 KIB = 1 << 10
@@ -106,7 +107,7 @@ def _answers() -> Iterator[protocol.Answer]:
         communicators=(communicator,),
         shared=("something",),
         reserved_by_device={0: 9},
-        ranks=(_of(RankStatus, 1, 2, True, "resident", True),),
+        ranks=(_of(RankStatus, 1, 2, True, "resident", True, 3),),
     )
     introduction = protocol.Introduction((device,), ("an obstacle",), 7, protocol.ProgressLocation(7, 8, 9))
     plan = protocol.Plan(1, (communicator,), ("an obstacle",))

@@ -16,6 +16,7 @@ import gc
 import glob
 import itertools
 import json
+import mmap
 import os
 import signal
 import sys
@@ -31,7 +32,7 @@ import numpy as np
 
 from memsaver_core import _native
 from tests.reliability.neighbours import COMMON, Neighbour
-from tests.unit.saver_memory import PAGE, content, fill, view
+from tests.unit.saver_memory import PAGE, content, fill, noise, view
 from tests.waiting import wait_until
 
 CAPACITY = 1 << 20
@@ -44,7 +45,7 @@ WEIGHTS = (40 if STORE else 9) * PAGE  # with a store the core has small units, 
 SAME = 32 * PAGE
 #: Tag, policy and bytes of an engine's memory.
 HELD = (("weights", "host", WEIGHTS), ("disk", "file", 5 * PAGE), ("cache", "zero", 3 * PAGE), ("t", "discard", PAGE))
-OPERATIONS = ("start", "allocate", "release", "resume", "reserve", "commit", "free", "end")
+OPERATIONS = ("start", "allocate", "release", "resume", "rewrite", "reserve", "commit", "free", "end")
 #: The co-tenant's operations while an engine is killed, in turn.
 TENANTS_OPERATIONS = ("allocate", "release", "resume")
 
@@ -88,6 +89,12 @@ def engine(operation: str, nth: int, after: bool, report: int, device: str, fold
     saver.resume([])
     reached("")
     saver.release([], [], {})
+    pages = mmap.mmap(-1, WEIGHTS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = ctypes.addressof(ctypes.c_uint8.from_buffer(pages))
+    saver.backup_of(addresses[0], WEIGHTS, memory)
+    pages[-2 * PAGE : -PAGE] = noise(PAGE, 2).tobytes()
+    reached("rewrite")
+    _native.Rewrite(saver, [(addresses[0], memory)]).commit()
     reached("reserve")
     saver.reserve([])
     reached("commit")

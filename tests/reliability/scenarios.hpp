@@ -130,6 +130,33 @@ inline void add_shared_by_three(std::vector<Scenario>& list) {
       options));
 }
 
+// Content that is written while it is released: raw or packed, in a store or not, some of it zeros before.
+inline void add_written_asleep(std::vector<Scenario>& list) {
+  for (const bool weights : {false, true}) {
+    for (const bool shared : {false, true}) {
+      World::Options options;
+      options.weights = weights;
+      options.settings.verify = VerifyChoice::full;
+      if (shared) options.settings.shared_backups = "written-asleep-" + std::to_string(getpid());
+      list.push_back({std::string("written asleep") + (weights ? ", packed" : "") + (shared ? ", shared" : ""), options,
+                      [weights](World& world) {
+                        world.allocate("w", Restore::host, 44);
+                        world.allocate("w", Restore::host, 5);
+                        world.write_zeros(1);
+                        world.release();
+                        if (weights) world.check_packed("w");
+                      },
+                      [](World& world) {
+                        world.write_asleep({0, 1});
+                        world.read_backups();
+                        world.write_asleep({1});
+                        world.read_backups();
+                      },
+                      [](World& world) { world.resume(); }});
+    }
+  }
+}
+
 inline std::vector<Scenario> scenarios() {
   std::vector<Scenario> list;
   const auto nothing = [](World&) {};
@@ -731,6 +758,7 @@ inline std::vector<Scenario> scenarios() {
                   },
                   [](World& world) { world.release(); }});
   add_packed(list);
+  add_written_asleep(list);
   add_shared_by_three(list);
   return list;
 }

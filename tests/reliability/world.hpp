@@ -2,6 +2,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,6 +20,7 @@
 #include "faults/faulty_driver.hpp"
 #include "ledger_driver.hpp"
 #include "support/cleanup.hpp"
+#include "vmm/rewrite.hpp"
 #include "vmm/saver.hpp"
 #include "vmm/shared_buffer.hpp"
 
@@ -85,6 +87,35 @@ class World {
       for (std::size_t page = 0; memory.alive && page < memory.pages.size(); ++page) {
         if (here.count(memory.address + page * kPage) != 0) write(memory, page);
       }
+    }
+  }
+  // Writes other content, in pages from the second on, into what a resume of released allocations brings back.
+  void write_asleep(const std::vector<std::size_t>& numbers) {
+    concerned_.clear();
+    const std::vector<Memory> before = memories_;
+    std::vector<NewContent> contents;
+    const Cleanup at_end([&] {
+      for (std::size_t i = 0; i < contents.size(); ++i) {
+        munmap(reinterpret_cast<void*>(contents[i].second), memories_[numbers[i]].pages.size() * kPage);
+      }
+    });
+    try {
+      for (const std::size_t number : numbers) {
+        Memory& memory = memories_[number];
+        concerned_.insert(memory.tag);
+        const std::size_t bytes = memory.pages.size() * kPage;
+        void* const content = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        contents.emplace_back(memory.address, reinterpret_cast<std::uintptr_t>(content));
+        if (saver->backup_of(memory.address, bytes, content).kept != Kept::host) problems.push_back("nothing is kept");
+        for (std::size_t page = 1; page < memory.pages.size(); ++page) {
+          write(memory, page, contents.back().second + page * kPage);
+        }
+      }
+      Rewrite rewrite(*saver, contents);
+      rewrite.commit();
+    } catch (...) {
+      memories_ = before;
+      throw;
     }
   }
   void write_zeros(std::size_t number) {
@@ -403,10 +434,11 @@ class World {
     if (expect == Expect::zeros || (expect == Expect::written_or_zeros && zeros)) return zeros;
     return std::memcmp(data, pattern(memory, page).data(), kPage) == 0;
   }
-  void write(Memory& memory, std::size_t page) {
+  void write(Memory& memory, std::size_t page) { write(memory, page, memory.address + page * kPage); }
+  void write(Memory& memory, std::size_t page, std::uintptr_t at) {
     ++memory.versions[page];
     const auto content = pattern(memory, page);
-    std::memcpy(reinterpret_cast<void*>(memory.address + page * kPage), content.data(), kPage);
+    std::memcpy(reinterpret_cast<void*>(at), content.data(), kPage);
     memory.pages[page] = Expect::written;
   }
   // Those that are resident: not what a failed resume left mapped, and only if `held` what the driver does not let go

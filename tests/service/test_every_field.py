@@ -37,6 +37,7 @@ VALUES: dict[str, Any] = {
     "timeout_s": 0.0,
     "mode": "keep",
     "at_least_bytes": 5,
+    "dp_ranks": [0, 2],
     "wait_for_memory_s": 2.5,
     "weights_version": "step-12",
     "kv_cache": "shrink",

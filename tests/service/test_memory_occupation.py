@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -305,3 +306,15 @@ def test_a_coordinator_is_known_by_its_whole_name(http: httpx.Client) -> None:
     for agent, holder in (("memsaver-coordinator ab", "memsaver-coordinator a"), ("memsaver-coordinator a", None)):
         answer = http.post("/release_memory_occupation", headers={"User-Agent": agent}).json()
         assert answer.get("coordinator") == holder
+
+
+@pytest.mark.parametrize("call", [release, resume])
+def test_an_engine_without_data_parallel_ones_refuses_to_name_some(
+    http: httpx.Client, call: Callable[[httpx.Client, object], httpx.Response]
+) -> None:
+    """Nothing is released."""
+    refused = call(http, {"dp_ranks": [0]})
+    assert refused.status_code == 409
+    assert "leave out dp_ranks" in refused.json()["message"]
+    assert "leave out dp_ranks" in call(http, {"dp_ranks": [0], "dry_run": True}).json()["message"]
+    assert tokens(http)

@@ -31,6 +31,23 @@ def test_what_the_first_call_makes_is_a_workspace() -> None:
         assert not shared.any()
 
 
+def test_a_program_writes_released_weights() -> None:
+    """Tied ones, and a view of them that is in no state dict."""
+    with example(module_examples.tied, 64) as made, Client(made.server.url) as client:
+        embedding = made.held[0]
+        saved = embedding + 1
+        before = made.run()
+        client.release()
+        with made.server.lifecycle.writing(version="new"):
+            embedding.copy_(saved)
+        client.resume(weights_version="new")
+        assert torch.equal(embedding, saved)
+        after = made.run()
+        assert not torch.equal(after, before)
+        embedding.copy_(saved)
+        assert torch.equal(made.run(), after)
+
+
 class Blocking(nn.Module):
     """Its calls stay inside until they may go on."""
 

@@ -21,6 +21,8 @@ import safetensors.torch
 from transformers import AutoModelForCausalLM
 
 from memsaver_core import hibernation, nvml
+from memsaver_core.contract.errors import OutOfHostMemoryError
+from memsaver_core.lending import Lending
 from memsaver_server import Attachment, attach
 from memsaver_server.reference import ranks
 from memsaver_server.reference.builtin_model import small_checkpoint
@@ -247,6 +249,27 @@ def test_updates_reach_every_rank(two: Served, tmp_path: Path) -> None:
     assert two.tokens() == trained
     two.post("/update_weights_from_tensor", payload(tensors))
     assert two.tokens() == two.expected
+
+
+def test_updates_of_released_weights_reach_every_rank_or_none(two: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(small_checkpoint())
+    fill_random(model, 99)
+    trained = payload({name: tensor.contiguous() for name, tensor in model.state_dict().items()})
+
+    def keep(_: Lending) -> None:
+        raise OutOfHostMemoryError("there is no room", needed_bytes=7)
+
+    two.post("/release_memory_occupation")
+    with monkeypatch.context() as patch:
+        patch.setattr(Lending, "keep", keep)  # of this process, which is rank 0; the other one has kept it
+        assert two.post("/update_weights_from_tensor", trained, 507)["message"] == "rank 0: there is no room"
+    two.post("/resume_memory_occupation")
+    assert two.tokens() == two.expected
+    two.post("/release_memory_occupation")
+    two.post("/update_weights_from_tensor", trained)
+    two.post("/resume_memory_occupation")
+    assert two.tokens() != two.expected
+    two.post("/update_weights_from_disk", {"model_path": str(small_checkpoint())})
 
 
 def test_discarded_weights_are_written_again(two: Served) -> None:

@@ -18,6 +18,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import memsaver_core as ms
+from memsaver_server import attach
+from memsaver_server.client import Client, InvalidRequestError
 from memsaver_server.reference import weights
 from memsaver_server.reference.builtin_model import small_checkpoint
 from memsaver_server.reference.engine import TransformersEngine
@@ -200,6 +202,17 @@ def test_released_weights_are_not_written(engine: TransformersEngine, trained: T
     engine.update_weights_from_tensor(payload(trained[1]))
     engine.open_admission()
     assert answer_of(engine) == trained[2]
+
+
+def test_a_service_writes_released_weights(engine: TransformersEngine, trained: Trained, tmp_path: Path) -> None:
+    """What cannot be loaded leaves the version before."""
+    with attach(engine) as server, Client(server.url) as client:
+        client.release()
+        client.update_weights_from_disk(trained[0], version="step-1")
+        with pytest.raises(InvalidRequestError, match="not a checkpoint folder"):
+            client.update_weights_from_disk(tmp_path, version="step-2")
+        client.resume(weights_version="step-1")
+        assert answer_of(engine) == trained[2]
 
 
 def test_new_weights_survive_the_next_release(engine: TransformersEngine, trained: Trained) -> None:

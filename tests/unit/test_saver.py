@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import glob
+import mmap
 import multiprocessing
 import os
 import threading
@@ -24,7 +26,7 @@ from memsaver_core.contract.errors import (
 )
 from tests.amount import amount
 from tests.dirty_pages import GARBAGE, dirty_pages
-from tests.unit.saver_memory import MIB, PAGE, content, fill, view
+from tests.unit.saver_memory import MIB, PAGE, content, fill, noise, view
 from tests.waiting import wait_until
 
 POLICIES = ("discard", "zero", "host", "file")
@@ -479,6 +481,44 @@ def test_allocations_do_not_wait_for_a_release() -> None:
     assert state == "releasing"
     assert bytes(content(late, 4)) == b"\x05\x05\x05\x05"
     assert tag_status(saver, "t")["allocations"] == 2
+
+
+def written_asleep(saver: _native.Saver, address: int, nbytes: int, seed: int) -> tuple[_native.Rewrite, bytes]:
+    """New content for what is released, in its second half, not yet in the place of the old one."""
+    with mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+        memory = (ctypes.c_uint8 * nbytes).from_buffer(pages)
+        assert saver.backup_of(address, nbytes, ctypes.addressof(memory))["in_host_memory"]
+        pages[nbytes // 2 :] = noise(nbytes - nbytes // 2, seed).tobytes()
+        written = bytes(pages)
+        rewrite = _native.Rewrite(saver, [(address, ctypes.addressof(memory))])
+        assert pages[:] == bytes(nbytes), "its pages were not given back"
+        del memory
+    return rewrite, written
+
+
+def test_what_replicas_write_asleep_is_kept_once() -> None:
+    """A store has both versions until the last replica has taken the new one."""
+    name, nbytes = f"test-{uuid.uuid4().hex[:12]}", 80 * MIB
+    savers = [make(shared_backups=name, host_devices=[f"{name}-{number}"]) for number in range(2)]
+    addresses = [saver.allocate(0, "t", "host", nbytes) for saver in savers]
+    for saver, address in zip(savers, addresses, strict=True):
+        fill(address, nbytes, 1)
+        release(saver)
+    old = savers[0].status()["shared_store"]["used_bytes"]
+    assert old == nbytes
+    rewrites, changed = [], 2 * 32 * MIB - 16 * MIB  # blocks from the second on
+    for saver, address in zip(savers, addresses, strict=True):
+        rewrite, expected = written_asleep(saver, address, nbytes, 2)
+        rewrites.append(rewrite)
+        assert saver.status()["shared_store"]["used_bytes"] == old + changed
+    for rewrite in rewrites:
+        rewrite.commit()
+    del rewrite, rewrites
+    wait_until(lambda: savers[0].status()["shared_store"]["used_bytes"] == nbytes)
+    for saver, address in zip(savers, addresses, strict=True):
+        resume(saver)
+        assert content(address, nbytes) == expected
+        assert release(saver)["t"]["unchanged_bytes"] == nbytes
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from memsaver_core.compat.patching import wrap
-from memsaver_core.compat.vllm import block_limit
+from memsaver_core.compat.vllm import block_limit, core
 
 pytestmark = [
     pytest.mark.slow,
@@ -124,11 +124,12 @@ class Executor:
 class Engine:
     """An engine core, and requests to it."""
 
-    def __init__(self, asynchronous: bool) -> None:
+    def __init__(self, asynchronous: bool, executor: type[Executor] = Executor, **settings: Any) -> None:
         from vllm import config
         from vllm.v1.engine.core import EngineCore
 
-        wrap(EngineCore, "collective_rpc", block_limit.answer)
+        for name, wrapper in core.WRAPPERS["vllm.v1.engine.core"].items():
+            wrap(EngineCore, name.partition(".")[2], wrapper)
         model = config.ModelConfig(model=MODEL, skip_tokenizer_init=True, max_model_len=LONGEST)
         self.core = EngineCore(
             config.VllmConfig(
@@ -142,8 +143,9 @@ class Engine:
                     async_scheduling=asynchronous,
                 ),
                 device_config=config.DeviceConfig(device="cpu"),
+                **settings,
             ),
-            Executor,
+            executor,
             log_stats=False,
         )
         self.worker: Worker = self.core.model_executor.worker
@@ -195,6 +197,7 @@ REQUESTS |= {f"s{number}": [*range(50, 85), number] for number in range(4)}
 @pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setattr(block_limit.ms, "core_settings", lambda: SimpleNamespace(kv_cache_piece=1))
+    monkeypatch.setattr(core, "is_wanted", lambda _: True)
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     engine = Engine(request.param)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from memsaver_core.compat.patching import wrap
-from memsaver_core.compat.vllm import core
+from memsaver_core.compat.vllm import core, tier
 from memsaver_core.contract.errors import OutOfHostMemoryError, UnsupportedError
 from memsaver_core.ranks.protocol import Failure
 
@@ -69,6 +69,8 @@ class EngineCore:
         self.model_executor = Executor()
         self.paused = False
         self.pausing: Future[None] | None = None
+        self.scheduler = SimpleNamespace(connector=None, has_requests=lambda: False)
+        self.resets: list[bool] = []
 
     def is_scheduler_paused(self) -> bool:
         return self.paused
@@ -76,8 +78,13 @@ class EngineCore:
     def resume_scheduler(self) -> None:
         self.paused = False
 
+    def _reset_caches(self, _running: bool = True, connector: bool = True) -> None:
+        self.resets.append(connector)
+
     def sleep(self, level: int = 1, mode: str = "abort") -> Future[None] | None:
         self.paused = True
+        if level:
+            tier.reset_but_tier(EngineCore._reset_caches, self)
         if self.pausing is None:
             self.model_executor.sleep(level)
             return None
@@ -160,3 +167,34 @@ def test_a_wake_up_that_fails_can_be_repeated(engine: EngineCore) -> None:
     assert engine.model_executor.is_sleeping
     engine.model_executor.wake_up()
     assert engine.model_executor.levels == [0, 0]
+
+
+class OffloadingConnector:
+    """Stands in for vLLM's, by its name."""
+
+
+def test_what_a_connector_keeps_outlasts_a_sleep_that_keeps_the_weights(engine: EngineCore) -> None:
+    """vLLM's own resets forget it. The real one runs in ``test_vllm_tier``."""
+    engine.scheduler.connector = OffloadingConnector()
+    for level in (1, 2):
+        engine.sleep(level)
+        engine.model_executor.wake_up()
+    tier.reset_but_tier(EngineCore._reset_caches, engine)
+    assert engine.resets == [False, True, True]
+
+
+def test_a_connector_that_cannot_follow_a_sleep_is_named(engine: EngineCore) -> None:
+    engine.scheduler.connector = SimpleNamespace()
+    with pytest.raises(UnsupportedError, match="the KV connector SimpleNamespace may use the KV cache"):
+        engine.sleep(1)
+    assert not engine.paused
+
+
+@pytest.mark.parametrize(("method", "resets"), [("reload_weights", 1), ("get_weights_version", 0)])
+def test_other_weights_have_other_caches(engine: EngineCore, method: str, resets: int) -> None:
+    forgotten: list[str] = []
+    engine.scheduler = SimpleNamespace(
+        connector=OffloadingConnector(), reset_connector_cache=lambda: forgotten.append(method)
+    )
+    core.collective_rpc(lambda _core, asked, *_: asked, engine, method)
+    assert len(forgotten) == resets

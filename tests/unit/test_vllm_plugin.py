@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -25,12 +25,15 @@ import pytest
 
 from memsaver_core import PhaseLog
 from memsaver_core.compat.vllm import allocator as config
+from memsaver_core.compat.vllm import asleep
 from memsaver_core.contract.errors import (
     ConfigurationError,
     DriverError,
     MemsaverError,
+    NotResidentError,
     OutOfDeviceMemoryError,
     UnknownTagError,
+    UnsupportedError,
 )
 from memsaver_core.contract.policies import RestorePolicy
 from memsaver_core.contract.requests import MemoryRequest, Tagged
@@ -71,8 +74,9 @@ class Model:
         register()
         from vllm.v1.worker.gpu_worker import Worker
 
-        model_config = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="cumem")
-        self.worker = Worker(SimpleNamespace(model_config=model_config))
+        model_config = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="cumem", quantization=None)
+        parallel_config = SimpleNamespace(local_world_size=2)
+        self.worker = Worker(SimpleNamespace(model_config=model_config, parallel_config=parallel_config))
         self.worker.init_device()
         self.worker.load_model()
         self.worker.initialize_from_config(3)
@@ -100,6 +104,16 @@ class Model:
             "draft": bool((runner.draft_scale == 5).all()),
             "runtime": bool((runner.positions == runner.block_table).all() and runner.positions[-1] == 65535),
         }
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        return getattr(self.worker, name)(*arguments)
+
+    def weight(self) -> list[float]:
+        """The values of the weights. Ask only for resident ones."""
+        return sorted(set(self.worker.model_runner.get_model().weight.flatten().tolist()))
+
+    def quantize(self, format: str | None) -> None:
+        self.worker.vllm_config.model_config.quantization = format
 
     def write_weights(self) -> None:
         self.worker.model_runner.model.weight.data.copy_(self.weights)
@@ -260,10 +274,10 @@ class Executor:
         """Call all ranks at once."""
         return [future.result() for future in [started(partial(call, rank)) for rank in self.ranks]]
 
-    def start(self, message: Plain) -> Future[list[Plain]]:
+    def start(self, message: Plain, dp_ranks: Sequence[int] = ()) -> Future[list[Plain]]:
         return started(lambda: self.call(message))
 
-    def sleep(self, level: int) -> Future[None]:
+    def sleep(self, level: int, dp_ranks: Sequence[int] = ()) -> Future[None]:
         return started(lambda: self.put_to_sleep(level))
 
 
@@ -583,6 +597,58 @@ def test_ranks_are_one_memory(group: list[Rank]) -> None:
     memory.resume(Tagged())
     assert memory.status().state == "resident"
     assert all(rank.content()["weights"] and rank.content()["runtime"] for rank in group)
+
+
+class Core:
+    """An engine core whose workers sleep."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="memsaver")
+        )
+        self.model_executor = SimpleNamespace(sleeping_tags={"weights", "kv_cache"})
+        self.ranks = ranks
+
+    def collective_rpc(self, method: str, *args: Any, of_rank_1: tuple[Any, ...] | None = None) -> Any:
+        def call(_core: Any, name: str, _timeout: Any, given: tuple[Any, ...], kwargs: Any = None) -> list[Any]:
+            first, second = self.ranks
+            others = given if of_rank_1 is None or name == asleep.END else (method, of_rank_1, {})
+            return [first.call(name, *given), second.call(name, *others)]
+
+        return asleep.write(call, self, method, 1.0, args)
+
+
+@pytest.mark.parametrize("level", [1, 0])
+def test_weights_are_written_while_they_sleep(group: list[Rank], level: int) -> None:
+    """Also if they do not, but the executor believes it."""
+    for each in group if level else ():
+        each.sleep(1)
+    assert Core(group).collective_rpc("reload_weights", 3.0) == ["loaded 3.0", "loaded 3.0"]
+    for each in group:
+        each.wake_up()
+        assert each.weight() == [3.0]
+        assert each.content()["buffers"]
+
+
+def test_no_worker_takes_an_update_that_fails_on_one(group: list[Rank]) -> None:
+    for each in group:
+        each.sleep(1)
+    core = Core(group)
+    with pytest.raises(MemsaverError, match="a file is damaged"):
+        core.collective_rpc("reload_weights", 3.0, of_rank_1=(3.0, "damaged"))
+    with pytest.raises(UnsupportedError, match=r"has made tensors anew \(weight\)"):
+        core.collective_rpc("reload_weights", 3.0, of_rank_1=(3.0, "of another kernel"))
+    group[1].quantize("fp8")
+    with pytest.raises(UnsupportedError, match="of the format fp8 are computed on the device"):
+        core.collective_rpc("reload_weights", 3.0)
+    group[1].quantize(None)
+    for each in group:
+        each.wake_up()
+        assert each.content()["weights"]
+    for each in group:
+        each.sleep(2)
+    with pytest.raises(NotResidentError, match="resume it first"):
+        core.collective_rpc("reload_weights", 3.0)
 
 
 def test_a_tag_that_no_rank_has_is_unknown(group: list[Rank]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
 from memsaver_core.compat.vllm import block_limit
 from memsaver_core.contract.errors import UnsupportedError
@@ -54,6 +54,9 @@ class EngineClient:
         self.resources = SimpleNamespace()
         self.engine_core = SimpleNamespace(resources=self.resources)
 
+    async def complete(self, request: Any) -> dict[str, Any]:
+        return await asyncio.to_thread(self.executor.ranks[0].content)
+
     async def collective_rpc(self, method: str, timeout: Any = None, args: tuple[Any, ...] = ()) -> Any:
         if method == block_limit.CALL:
             return block_limit.answer(self.core.collective_rpc, self.core, method, timeout, args)
@@ -74,7 +77,7 @@ class EngineClient:
             self.executor.is_sleeping = False
         self.paused.clear()
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, running: bool = False, connector: bool = False) -> bool:
         self.begun.append("reset_prefix_cache")
         await self.may_reset.wait()
         self.resets += 1
@@ -88,27 +91,27 @@ class EngineClient:
 class World:
     """A vLLM server with the plugin."""
 
-    def __init__(self, ranks: list[Rank]) -> None:
+    def __init__(self, ranks: list[Rank], client: type[EngineClient] = EngineClient) -> None:
         self._bound = socket.socket()
         self._bound.bind(("127.0.0.1", 0))
         self._bound.listen()  # a request that comes before the server waits for it
         self._serving = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ranks)), daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(client(ranks))), daemon=True)
         self._thread.start()
         assert self._serving.wait(600)
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self._bound.getsockname()[1]}", timeout=600, verify=False)
 
-    async def _serve(self, ranks: list[Rank]) -> None:
+    async def _serve(self, client: EngineClient) -> None:
         self._loop = asyncio.get_running_loop()
-        self.client = EngineClient(ranks)
+        self.client = client
         self.core = subprocess.Popen(["sleep", "3600"])
         core = SimpleNamespace(name="EngineCore_DP0", pid=self.core.pid)
         self.client.resources.engine_manager = SimpleNamespace(processes=[core])
         app = FastAPI()
 
         @app.post("/v1/completions")
-        async def completions() -> dict[str, Any]:
-            return await asyncio.to_thread(ranks[0].content)
+        async def completions(request: Request) -> dict[str, Any]:
+            return await client.complete(request)
 
         @app.post("/sleep")
         async def sleep() -> str:
@@ -396,7 +399,7 @@ class Offline:
                     rank.wake_up()
                 self.executor.is_sleeping = False
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, running: bool = False, connector: bool = False) -> None:
         with self._alone():
             pass
 

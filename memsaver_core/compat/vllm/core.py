@@ -1,5 +1,5 @@
-"""What is changed in vLLM's engine core, so that a sleep or a wake-up that fails leaves an engine that serves, and for
-resizes of its KV cache.
+"""What is changed in vLLM's engine core, so that a sleep or a wake-up that fails leaves an engine that serves, for
+resizes of its KV cache, and for updates of weights that sleep.
 
 vLLM pauses its scheduler before its workers sleep, and lets it go on only at a wake-up. It also stops reading the
 workers' answers at the first error, so that the next call would read the others' answers to this one.
@@ -8,12 +8,13 @@ workers' answers at the first error, so that the next call would read the others
 from __future__ import annotations
 
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-import memsaver_core as ms
 from memsaver_core.compat.patching import Function
-from memsaver_core.compat.vllm import block_limit
-from memsaver_core.compat.vllm.allocator import WEIGHTS, is_wanted
+from memsaver_core.compat.vllm import asleep, block_limit, tier
+from memsaver_core.compat.vllm.allocator import is_wanted
+from memsaver_core.compat.vllm.asleep import weights_are_released
 from memsaver_core.contract.errors import MemsaverError, UnsupportedError
 from memsaver_core.ranks.protocol import Failure
 
@@ -33,10 +34,6 @@ def call_worker(worker: Any, name: str, **arguments: Any) -> tuple[Failure | Non
     except Exception as error:
         failure = Failure.of(error)
     return failure, weights_are_released()
-
-
-def weights_are_released() -> bool:
-    return any(tag.tag == WEIGHTS and tag.released_bytes for tag in ms.status().tags)
 
 
 def on_all_workers(call: Function, executor: Any, *args: Any, **kwargs: Any) -> None:
@@ -78,7 +75,7 @@ def sleep_or_serve(sleep: Function, core: Any, level: int = 1, mode: str = "abor
     It stays paused, until a wake-up, if weights are gone; and in data-parallel engines, which can only go on together.
 
     Raises:
-        UnsupportedError: the level is none of vLLM's. Nothing was paused.
+        UnsupportedError: the level is none of vLLM's, or the KV connector cannot follow. Nothing was paused.
     """
     if not is_wanted(core.vllm_config.model_config):
         return sleep(core, level, mode)  # type: ignore[no-any-return]
@@ -86,9 +83,13 @@ def sleep_or_serve(sleep: Function, core: Any, level: int = 1, mode: str = "abor
         raise UnsupportedError(
             f"vLLM's engine core has no sleep level {level}; LLM.sleep and POST /sleep hibernate by 3"
         )
+    if level > 0:
+        tier.check_connector(core)
+        tier.begin_sleep(core, level)
     stays_paused = core.is_scheduler_paused() or getattr(core, "dp_group", None) is not None
 
     def go_on_after(error: BaseException | None) -> None:
+        tier.end_sleep(core)
         if error is not None and not stays_paused and not isinstance(error, WeightsGoneError):
             core.resume_scheduler()
 
@@ -97,16 +98,27 @@ def sleep_or_serve(sleep: Function, core: Any, level: int = 1, mode: str = "abor
     except Exception as error:
         go_on_after(error)
         raise
-    if asleep is not None:
+    if asleep is None:
+        tier.end_sleep(core)
+    else:
         asleep.add_done_callback(lambda done: go_on_after(done.exception()))
     return asleep
+
+
+def collective_rpc(call: Function, core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    """``EngineCore.collective_rpc``."""
+    if not is_wanted(core.vllm_config.model_config):
+        return call(core, method, *args, **kwargs)
+    with tier.forgotten_after(core, method):
+        return block_limit.answer(partial(asleep.write, call), core, method, *args, **kwargs)
 
 
 #: By module.
 WRAPPERS: dict[str, dict[str, Function]] = {
     "vllm.v1.engine.core": {
         "EngineCore.sleep": sleep_or_serve,
-        "EngineCore.collective_rpc": block_limit.answer,
+        "EngineCore.collective_rpc": collective_rpc,
+        "EngineCore._reset_caches": tier.reset_but_tier,
     },
     "vllm.v1.executor.abstract": {"Executor.sleep": on_all_workers, "Executor.wake_up": on_all_workers},
 }

@@ -19,9 +19,9 @@ import torch
 import memsaver_core as ms
 from memsaver_core import communicators, process
 from memsaver_core.compat.patching import Function, when_imported, wrap, wrap_in
-from memsaver_core.compat.vllm import allocator, cache_memory, core, loader
+from memsaver_core.compat.vllm import allocator, asleep, cache_memory, core, loader
 from memsaver_core.compat.vllm.allocator import MemsaverAllocator, vllm_allocator, worker_config
-from memsaver_core.compat.vllm.core import weights_are_released
+from memsaver_core.compat.vllm.asleep import weights_are_released
 from memsaver_core.contract.errors import ConfigurationError, UnsupportedError
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import MemoryRequest, Tagged
@@ -84,7 +84,9 @@ def _decide_and_answer(module: ModuleType) -> None:
 
     wrap(module.Worker, "__init__", decide)
     module.Worker.memsaver = _answer
-    setattr(module.Worker, core.CALL, core.call_worker)
+    own = {core.CALL: core.call_worker, asleep.WRITE: asleep.write_worker, asleep.END: asleep.end_worker}
+    for name, method in own.items():
+        setattr(module.Worker, name, method)
 
 
 def _add_backend(module: ModuleType) -> None:

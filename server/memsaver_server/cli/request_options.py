@@ -25,6 +25,11 @@ class Release(Options):
     lease_s: float | None = typer.Option(
         None, "--lease", help="With --prepare: after how long it is undone without a commit [30].", metavar="SECONDS"
     )
+    dp_ranks: list[int] | None = typer.Option(
+        None,
+        "--dp-rank",
+        help="Which of the server's data-parallel engines, by rank; absent or empty: all. Repeatable.",
+    )
     restore: list[str] | None = typer.Option(
         None, "--restore", help="Restore policies by tag, for this release only. Repeatable.", metavar="TAG=POLICY"
     )
@@ -61,6 +66,7 @@ class Resume(Options):
     verify: bool = Release.verify
     prepare: bool = Release.prepare
     lease_s: float | None = Release.lease_s
+    dp_ranks: list[int] | None = Release.dp_ranks
     wait_for_memory_s: float | None = typer.Option(
         None, "--wait-for-memory", help="How long to wait until other processes free device memory.", metavar="SECONDS"
     )

@@ -305,7 +305,8 @@ def ranks_table(ranks: Iterable[status.RankStatus]) -> Table:
 
     def cells(rank: status.RankStatus) -> list[Cell]:
         state = "dead" if rank.alive is False else "stopped" if rank.stopped else rank.state
-        return [str(rank.rank), str(rank.pid or "elsewhere"), state_text(state)]
+        engine = f"{rank.rank} of engine {rank.dp_rank}" if rank.dp_rank is not None else str(rank.rank)
+        return [engine, str(rank.pid or "elsewhere"), state_text(state)]
 
     return table_of(["rank", "process", "state"], map(cells, ranks))
 

@@ -13,6 +13,7 @@ class ReleaseKeywords(TypedDict, total=False):
     wait: bool | None
     verify: Literal["token"] | None
     lease_s: float | None
+    dp_ranks: list[int] | None
     restore: Mapping[str, str] | None
     trim: bool | None
     hibernate: bool | None
@@ -26,6 +27,7 @@ class ResumeKeywords(TypedDict, total=False):
     wait: bool | None
     verify: Literal["token"] | None
     lease_s: float | None
+    dp_ranks: list[int] | None
     wait_for_memory_s: float | None
     weights_version: str | None
     kv_cache: Literal["whole", "shrink"] | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast, get_args, runtime_checkable
@@ -15,6 +16,7 @@ from memsaver_core.contract.requests import CacheMode as CacheMode
 from memsaver_core.contract.requests import DrainMode as DrainMode
 from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_core.contract.status import DeviceMemory, Status
+from memsaver_core.lending import written_asleep
 from memsaver_core.phases import PhaseLog
 from memsaver_core.ranks.plans import plan_release, reserve
 from memsaver_server import clock
@@ -80,6 +82,8 @@ class Memory(Protocol):
 
     def prepare_backup(self) -> None: ...
 
+    def written_asleep(self, tag: str) -> AbstractContextManager[None]: ...
+
 
 @runtime_checkable
 class WatchedMemory(Memory, Protocol):
@@ -91,6 +95,14 @@ class WatchedMemory(Memory, Protocol):
     def take_lost(self) -> set[str]:
         """Return the tags that are resident again after a failed release, but without their content. Each call returns
         only tags that no call before has returned."""
+
+
+@runtime_checkable
+class DataParallelMemory(WatchedMemory, Protocol):
+    """A memory that may be that of several data-parallel engines; an operation may be of some of them."""
+
+    def status_of(self, dp_ranks: Sequence[int]) -> Status:
+        """Return what these engines hold."""
 
 
 class _LocalMemory:
@@ -105,6 +117,7 @@ class _LocalMemory:
     read_devices = staticmethod(ms.read_devices)
     hibernation_obstacles = staticmethod(ms.hibernation_obstacles)
     prepare_backup = staticmethod(ms.prepare_backup)
+    written_asleep = staticmethod(written_asleep)
 
 
 #: The memory of this process.
@@ -127,6 +140,12 @@ def unwritten_weights(engine: object) -> Collection[str]:
     An engine without an attribute ``unwritten_weights`` does not know; then one update counts as all.
     """
     return cast(Collection[str], getattr(engine, "unwritten_weights", ()))
+
+
+def updates_asleep(engine: object) -> bool:
+    """Return whether ``engine`` can write its weights while they are released and their tensors are on host memory; an
+    engine without an attribute ``updates_asleep`` cannot."""
+    return bool(getattr(engine, "updates_asleep", False))
 
 
 @runtime_checkable
@@ -214,7 +233,9 @@ class VerifiableEngine(Engine, Protocol):
 
 @runtime_checkable
 class UpdatableEngine(Engine, Protocol):
-    """An engine whose weights can be overwritten in place. Neither call overlaps a release or a resume."""
+    """An engine whose weights can be overwritten in place. Neither call overlaps a release or a resume. With an
+    attribute ``updates_asleep`` that is true they are called, too, while the weights are released: their tensors are on
+    host memory then."""
 
     def update_weights_from_disk(
         self, model_path: str, *, flush_cache: bool = True, abort_all_requests: bool = False
@@ -238,6 +259,28 @@ class UpdatableEngine(Engine, Protocol):
         Raises:
             ValueError: a payload cannot be read or does not fit, and why; nothing was written.
         """
+
+
+@runtime_checkable
+class DataParallelEngine(Engine, Protocol):
+    """A server of data-parallel engines, of which some can be released while the others serve. Its ``memory`` is a
+    ``DataParallelMemory``, which says for each rank what engine it is of."""
+
+    def check_dp_ranks(self, dp_ranks: Sequence[int]) -> None:
+        """Raise UnsupportedError or BadRequestError if these engines do not exist, or cannot be released alone."""
+
+    def exclude(self, dp_ranks: Collection[int]) -> None:
+        """From now on give new requests to the other engines only, and have ``open_admission`` open only those. Called
+        before each call that opens or closes admission. Must not block."""
+
+    def drain(
+        self,
+        timeout_s: float,
+        mode: DrainMode = "wait",
+        given_up: Callable[[], bool] = never,
+        dp_ranks: Collection[int] = (),
+    ) -> None:
+        """As ``Engine.drain``; of these engines alone, if any are given."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Literal
 
 from memsaver_core.contract.errors import PauseEndedError
 from memsaver_core.contract.status import Status
-from memsaver_server.engine import Engine, Memory
-from memsaver_server.engine.tag_selection import released_tags
+from memsaver_server.engine import DataParallelEngine, Engine, Memory
+from memsaver_server.engine.tag_selection import asleep_dp_ranks, released_tags
 from memsaver_server.settings import Settings
 
 logger = logging.getLogger("memsaver")
@@ -27,6 +27,7 @@ class Admission:
         self._settings = settings
         self._lock = threading.RLock()
         self._operation = ""
+        self._leaving: frozenset[int] = frozenset()
         self._paused: Literal["", "paused", "asleep"] = ""
         self._pausing: set[object] = set()  # pauses that still drain the engine
         self._lost: set[str] = set()
@@ -44,11 +45,12 @@ class Admission:
         with self._lock:
             if status.state == "failed":
                 return failed_for_good(status)
-            if self._operation:
+            in_part = self.serves_in_part(status)
+            if self._operation and not (self._leaving and in_part):
                 return self._operation
             if status.hibernated:
                 return "the process is hibernated"
-            if released := released_tags(status):
+            if not in_part and (released := released_tags(status)):
                 return f"memory of {', '.join(sorted(released))} is released"
             if self._to_repair:
                 return f"{', '.join(sorted(self._to_repair))} came back but could not be repaired; resume again"
@@ -59,16 +61,21 @@ class Admission:
     def needs_repair(self) -> bool:
         return bool(self._to_repair)
 
-    def close_for(self, reason: str) -> None:
-        """Close admission for an operation, until ``reopen``."""
+    def serves_in_part(self, status: Status) -> bool:
+        """Whether some data-parallel engines serve while others are released, or about to be."""
+        asleep = asleep_dp_ranks(status) | self._leaving
+        return bool(asleep) and any(rank.dp_rank not in asleep for rank in status.ranks)
+
+    def close_for(self, reason: str, dp_ranks: Iterable[int] = ()) -> None:
+        """Close admission for an operation, until ``reopen``; if it is of these data-parallel engines, only theirs."""
         with self._lock:
-            self._operation = reason
-            self._engine.close_admission(reason, hold=self._hold())
+            self._operation, self._leaving = reason, frozenset(dp_ranks)
+            self._update()
 
     def reopen(self) -> None:
         """The operation has ended: open admission if nothing else closes it."""
         with self._lock:
-            self._operation = ""
+            self._operation, self._leaving = "", frozenset()
             self._update()
 
     @contextmanager
@@ -136,13 +143,16 @@ class Admission:
         rebuilt = self._engine.repair(tags, lost) if tags else None
         with self._lock:
             self._to_repair.difference_update(tags)
-            self._lost.difference_update(lost)
+            self._lost.difference_update(set(lost) - released_tags(self._memory.status()))  # of other dp ranks
             self._unwritten.difference_update(rebuilt or ())
             if unwritten := self._unwritten.intersection(lost):
                 logger.warning(_unwritten_reason(unwritten))
 
     def _update(self) -> str:
-        reason = self.closed_reason(self._memory.status())
+        status = self._memory.status()
+        reason = self.closed_reason(status)
+        if isinstance(self._engine, DataParallelEngine):
+            self._engine.exclude(asleep_dp_ranks(status) | self._leaving)
         if reason:
             self._engine.close_admission(reason, hold=self._hold())
         else:

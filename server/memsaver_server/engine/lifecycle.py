@@ -27,9 +27,26 @@ from memsaver_core.contract.requests import DrainMode, Release, ResizeKvCache, R
 from memsaver_core.contract.status import Status, TagStatus
 from memsaver_core.phases import PhaseLog
 from memsaver_server import clock
-from memsaver_server.engine import Engine, WatchedMemory, memory_of, unwritten_weights, waits
+from memsaver_server.engine import (
+    DataParallelEngine,
+    DataParallelMemory,
+    Engine,
+    WatchedMemory,
+    memory_of,
+    unwritten_weights,
+    updates_asleep,
+    waits,
+)
 from memsaver_server.engine.admission import Admission, failed_for_good
-from memsaver_server.engine.tag_selection import COMMON_TAGS, lost_tags, narrowed, needs_writing, released_tags
+from memsaver_server.engine.tag_selection import (
+    COMMON_TAGS,
+    asleep_dp_ranks,
+    keeps_content,
+    lost_tags,
+    narrowed,
+    needs_writing,
+    released_tags,
+)
 from memsaver_server.engine.verification import Verification
 from memsaver_server.operation.operation import Operation
 from memsaver_server.operation.queue import OperationQueue
@@ -92,6 +109,8 @@ class Lifecycle:
         VerificationUnavailableError (a release cannot be verified), or as OperationQueue.submit.
         """
         self.memory.check_tags(request.tags)
+        if request.dp_ranks:
+            self._check_part(request)
         if isinstance(request, Resume):
             if request.kv_cache == "shrink" and self.fit_cache is None:
                 raise errors.UnsupportedError("this engine cannot resume with a smaller KV cache; nothing was resumed")
@@ -109,9 +128,9 @@ class Lifecycle:
             operation.hold()
             return operation.moved(self.memory.release(request, log=log))
         self._check_usable()
-        before = self.memory.status().tags
+        before = self.status_of(request).tags
         asked = narrowed(request, before)
-        self._admission.close_for("memory is being released")
+        self._admission.close_for("memory is being released", request.dp_ranks)
         try:
             with ExitStack() as until_released:
                 with log.phase(Phase.DRAIN):
@@ -119,7 +138,8 @@ class Lifecycle:
                     until_released.callback(self._moving.release)
                     if not request.prepare:
                         operation.hold()
-                self._verification.before_release(request, log)
+                if not request.dp_ranks:
+                    self._verification.before_release(request, log)
                 if request.prepare:
                     with log.phase(Phase.CHECK):
                         self.memory.check_release(asked)
@@ -151,7 +171,10 @@ class Lifecycle:
                 return operation.cancelled_by is not None or operation.request is not asked
 
             try:
-                self._engine.drain(timeout_s, asked.mode, *([given_up] if can_give_up else []))
+                if isinstance(self._engine, DataParallelEngine):
+                    self._engine.drain(timeout_s, asked.mode, given_up, asked.dp_ranks)
+                else:
+                    self._engine.drain(timeout_s, asked.mode, *([given_up] if can_give_up else []))
                 if self._take(deadline, given_up):
                     return
                 raise errors.DrainTimeoutError(timeout_s, ["a weight update"])
@@ -166,36 +189,45 @@ class Lifecycle:
             return operation.moved(self.memory.resume(request, log=log))
         self._check_usable()
         self.check(request)
-        status = self.memory.status()
+        status = self.status_of(request)
         released = released_tags(status)
-        request = request.model_copy(update={"tags": self.tags_to_resume(request.tags)})
+        request = request.model_copy(update={"tags": self.tags_to_resume(request)})
+        held = self.memory.status()
+        in_part = self._admission.serves_in_part(held)
         if released or self._admission.needs_repair() or status.hibernated:
-            self._admission.close_for("memory is being resumed")
+            self._admission.close_for("memory is being resumed", asleep_dp_ranks(held))
         try:
             report = self._bring_back(request, operation, log)
-            self._note_resumed(released)
+            self._note_resumed(request, released)
             with log.phase(Phase.REPAIR):
                 self._admission.repair()
         except BaseException:
             operation.undo()
-            self._note_resumed(released)
+            self._note_resumed(request, released)
             self._admission.reopen()
             raise
         try:
-            self._verification.after_resume(request, log, resumed=bool(released) or status.hibernated)
+            if not in_part:  # else it would stop the engines that serve
+                self._verification.after_resume(request, log, resumed=bool(released) or status.hibernated)
         finally:
             with log.phase(Phase.REOPEN):
                 self._admission.reopen()
         return report.model_copy(update={"phases": log.phases})
 
-    def tags_to_resume(self, requested: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the tags that a resume of the ``requested`` ones brings back; none means all that are released.
+    def status_of(self, request: Release | Resume) -> Status:
+        """Return what the data-parallel engines hold that ``request`` is about, by default all."""
+        if request.dp_ranks and isinstance(self.memory, DataParallelMemory):
+            return self.memory.status_of(request.dp_ranks)
+        return self.memory.status()
+
+    def tags_to_resume(self, request: Resume) -> tuple[str, ...]:
+        """Return the tags that ``request`` brings back; none means all that are released.
 
         Released tags that no client names come back with the last of the others.
         """
-        left = released_tags(self.memory.status()) - set(requested)
-        complete = requested and left <= self._implicit and not left & COMMON_TAGS
-        return (*requested, *sorted(left)) if complete else requested
+        left = released_tags(self.status_of(request)) - set(request.tags)
+        complete = request.tags and left <= self._implicit and not left & COMMON_TAGS
+        return (*request.tags, *sorted(left)) if complete else request.tags
 
     def with_room(
         self, operation: Operation, log: PhaseLog, wait_s: float, work: Callable[[], OperationReport]
@@ -282,29 +314,29 @@ class Lifecycle:
     ) -> Iterator[None]:
         """Run the block, which writes the content of ``tag`` in place, while no memory is moved. Waits for that.
 
+        If the tag is released, and the engine's updates can write host memory, the block finds its tensors there, and
+        the next resume brings in what it has written. If it raises then, the content and its version are those before.
+
         Afterwards what a release had discarded counts as written, unless the block raised or the engine says that
-        weights are still missing; and weights are of this ``version``. While the block runs, and if it raises anything
-        but one of the ``refusals``, with which it has written nothing, they are of none. Raises, without running the
-        block, NotResidentError if the tag is released, and MemoryBusyError if an operation stalls or another block has
-        not ended."""
+        weights are still missing; and weights are of this ``version``. While the block writes in place, and if it
+        raises anything but one of the ``refusals``, with which it has written nothing, they are of none. Raises,
+        without running the block, NotResidentError if the tag is released and cannot be written so,
+        OutOfHostMemoryError if that takes more than there is, and MemoryBusyError if an operation stalls or another
+        block has not ended."""
         while not self._moving.acquire(timeout=self._phase_timeout_s):
             if self._updating:
                 raise self._update_too_long("nothing was written")
             operation = self.operations.running
             if operation is not None and (stall := operation.stall()) is not None:
                 raise errors.MemoryBusyError(f"nothing was written: {operation.stall_message(stall)}", stall.phase)
-        before = self._weights_version
         try:
-            self.check_resident([tag])
+            asleep = updates_asleep(self._engine) and tag in released_tags(self.memory.status())
+            if not asleep:
+                self.check_resident([tag])
             self._updating = True
-            self._verification.content_changed()
-            if tag == "weights":
-                self._weights_version = None
-            try:
+            with self.memory.written_asleep(tag) if asleep else self._written_in_place(tag, refusals):
                 yield
-            except refusals:
-                self._weights_version = before
-                raise
+            self._verification.content_changed()
             if tag == "weights":
                 self._weights_version = version
             if tag != "weights" or not unwritten_weights(self._engine):
@@ -312,6 +344,18 @@ class Lifecycle:
         finally:
             self._updating = False
             self._moving.release()
+
+    @contextmanager
+    def _written_in_place(self, tag: str, refusals: tuple[type[Exception], ...]) -> Iterator[None]:
+        before = self._weights_version
+        self._verification.content_changed()
+        if tag == "weights":
+            self._weights_version = None
+        try:
+            yield
+        except refusals:
+            self._weights_version = before
+            raise
 
     def content_written(self, tags: Sequence[str]) -> str:
         """Take the caller's word that the content of ``tags`` (none: all that is lost) was written; return why
@@ -332,9 +376,9 @@ class Lifecycle:
 
     def weights_updated(self) -> None:
         """Note that the engine's own update of the weights was seen. Never blocks; may be called by the engine."""
+        self._verification.content_changed()
+        self._weights_version = None
         if "weights" not in released_tags(self.memory.status()):
-            self._verification.content_changed()
-            self._weights_version = None
             self._admission.written(["weights"])
 
     def snapshot(self) -> Snapshot:
@@ -374,8 +418,11 @@ class Lifecycle:
             raise errors.EngineFailedError(failed_for_good(status))
 
     def check(self, request: Release | Resume) -> None:
-        """Raise VerificationUnavailableError or WrongWeightsError if it asks for what is not there."""
+        """Raise VerificationUnavailableError, WrongWeightsError, UnsupportedError or BadRequestError if it asks for
+        what is not there."""
         self._verification.check(request)
+        if request.dp_ranks:
+            self._check_part(request)
         if isinstance(request, Release) or request.weights_version is None:
             return
         held = self.snapshot().weights_version
@@ -385,6 +432,27 @@ class Lifecycle:
                 f"the resume demands weights of version {request.weights_version!r}, but they {named}; nothing was "
                 "resumed. Resume without weights_version, and update the weights"
             )
+
+    def _check_part(self, request: Release | Resume) -> None:
+        nothing = f"nothing was {request.operation}d"
+        if not isinstance(self._engine, DataParallelEngine):
+            raise errors.UnsupportedError(
+                f"engine {self._engine.name!r} has no data-parallel engines that can be {request.operation}d alone: "
+                f"leave out dp_ranks; {nothing}"
+            )
+        self._engine.check_dp_ranks(request.dp_ranks)
+        status = self.status_of(request)
+        if status.hibernated:
+            raise errors.UnsupportedError(f"the server is hibernated: resume it without dp_ranks; {nothing}")
+        if not isinstance(request, Release):
+            return
+        for tag in status.tags:
+            asked = not request.tags or tag.tag in request.tags
+            if asked and not keeps_content(tag, request) and needs_writing(tag, request):
+                raise errors.UnsupportedError(
+                    f"the content of {tag.tag} would have to be written again, and an update writes that of all "
+                    f"engines: keep it, or leave out dp_ranks; {nothing}"
+                )
 
     def check_resident(self, tags: Iterable[str]) -> None:
         """Raise NotResidentError if one of the tags is released."""
@@ -415,7 +483,7 @@ class Lifecycle:
 
     def _note_released(self, request: Release, asked: Release, before: tuple[TagStatus, ...]) -> None:
         """Note which tags were released and which lost content, by the core's status: a release may fail half way."""
-        tags = self.memory.status().tags
+        tags = self.status_of(request).tags
         released = [tag for tag in tags if tag.released_bytes and (not asked.tags or tag.tag in asked.tags)]
         undone = self.memory.take_lost() if isinstance(self.memory, WatchedMemory) else set()
         lost = lost_tags(before, released, request) | undone
@@ -434,7 +502,7 @@ class Lifecycle:
             except Exception:
                 logger.exception("what a failed release has lost cannot be repaired; a resume tries again")
 
-    def _note_resumed(self, released: set[str]) -> None:
-        resumed = released - released_tags(self.memory.status())
+    def _note_resumed(self, request: Resume, released: set[str]) -> None:
+        resumed = released - released_tags(self.status_of(request))
         self._admission.resumed(resumed)
         self._implicit -= resumed

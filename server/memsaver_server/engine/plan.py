@@ -27,9 +27,9 @@ def plan_release(lifecycle: Lifecycle, request: Release) -> PlanAnswer:
     """Return what the release would do; raise UnknownTagError, or as ``narrowed``."""
     memory = lifecycle.memory
     memory.check_tags((*request.tags, *request.restore))
-    now = lifecycle.snapshot()
-    asked = narrowed(request, now.status.tags) if now.status.enabled else request
-    held = () if now.status.hibernated else now.status.tags  # then nothing is on the device
+    now, status = lifecycle.snapshot(), lifecycle.status_of(request)
+    asked = narrowed(request, status.tags) if now.status.enabled else request
+    held = () if now.status.hibernated else status.tags  # then nothing is on the device
     tags = [_released(tag, asked) for tag in held if not asked.tags or tag.tag in asked.tags]
     host, file = backup_rooms(tags, now.status)
     blockers = list(_blockers(lifecycle, now, request))
@@ -46,8 +46,8 @@ def plan_resume(lifecycle: Lifecycle, request: Resume, devices: Iterable[DeviceM
     """Return what the resume would do, with the present readings of ``devices``; raise UnknownTagError."""
     lifecycle.memory.check_tags(request.tags)
     now = lifecycle.snapshot()
-    asked = lifecycle.tags_to_resume(request.tags)
-    tags = [tag for tag in now.status.tags if tag.released_bytes and (not asked or tag.tag in asked)]
+    asked = lifecycle.tags_to_resume(request)
+    tags = [tag for tag in lifecycle.status_of(request).tags if tag.released_bytes and (not asked or tag.tag in asked)]
     whole = [tag for tag in tags if request.kv_cache == "whole" or tag.tag not in ResizeKvCache.tags]
     rooms = device_rooms(whole, now.status, devices)
     blockers = list(_blockers(lifecycle, now, request))

@@ -19,6 +19,11 @@ def released_tags(status: Status) -> set[str]:
     return {tag.tag for tag in status.tags if tag.released_bytes or tag.state in ("releasing", "resuming")}
 
 
+def asleep_dp_ranks(status: Status) -> frozenset[int]:
+    """Return the data-parallel engines of which memory is released."""
+    return frozenset(rank.dp_rank for rank in status.ranks if rank.dp_rank is not None and rank.state != "resident")
+
+
 def keeps_content(tag: TagStatus, request: MemoryRequest) -> bool:
     return keeps_all(request.restore.get(tag.tag, tag.restore))
 

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError, create_model
@@ -130,12 +130,12 @@ def fields_of(model: type[Model], limit: str | None = None) -> Callable[..., Awa
     takes precedence; null is absent."""
     names = {name: field for key, field in model.model_fields.items() for name in (key, field.alias) if name}
     known = names.keys()
+    lists = {name for name, field in names.items() if get_origin(field.annotation) is tuple}
     flags = {name for name, field in names.items() if bool in (field.annotation, *get_args(field.annotation))}
 
     async def read(request: Request) -> Model:
-        query: dict[str, Any] = {key: value for key, value in request.query_params.items() if key != "tags"}
-        if "tags" in request.query_params:
-            query["tags"] = request.query_params.getlist("tags")
+        query: dict[str, Any] = dict(request.query_params)
+        query |= {name: request.query_params.getlist(name) for name in lists & query.keys()}
         body = await json_of(request, limit)
         for name in flags & body.keys():  # pydantic takes 1, "yes" and "on" for true
             if not isinstance(body[name], bool | None):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -54,10 +55,16 @@ class Deadlines:
 
 class Group:
     """The ranks behind ``channel``, in order, and other ``processes`` that the engine needs, by name; all are watched.
-    ``failure`` is why no operation is possible any more, ``step`` what the ranks do now; both may be empty."""
+    ``failure`` is why no operation is possible any more, ``step`` what the ranks do now; both may be empty. The ranks
+    may be those of several data-parallel engines, ``dp_ranks``, which have equally many; then ``part`` may name some,
+    whose ranks alone are asked."""
 
-    def __init__(self, channel: Channel, processes: Mapping[str, int], deadlines: Deadlines) -> None:
+    def __init__(
+        self, channel: Channel, processes: Mapping[str, int], deadlines: Deadlines, dp_ranks: Sequence[int] = ()
+    ) -> None:
         self.channel = channel
+        self.dp_ranks = tuple(dp_ranks)
+        self.part: tuple[int, ...] = ()
         self.deadlines = deadlines
         self.failure = ""
         self._failing = threading.Lock()
@@ -85,6 +92,28 @@ class Group:
         return len(self.ranks) > 1
 
     @property
+    def asked(self) -> Sequence[int]:
+        """The ranks that a message is sent to now."""
+        return self.ranks_of(self.part)
+
+    def ranks_of(self, dp_ranks: Sequence[int]) -> Sequence[int]:
+        """Return the ranks of these data-parallel engines; of all, if none is given."""
+        return [rank for rank in range(len(self._statuses)) if not dp_ranks or self.dp_rank(rank) in dp_ranks]
+
+    def dp_rank(self, rank: int) -> int | None:
+        """Return the data-parallel engine that ``rank`` is of; None if there are not several."""
+        return self.dp_ranks[rank * len(self.dp_ranks) // len(self._statuses)] if self.dp_ranks else None
+
+    @contextmanager
+    def only(self, dp_ranks: Sequence[int]) -> Iterator[None]:
+        """In the block, ask only the ranks of these data-parallel engines; of all, if none is given."""
+        before, self.part = self.part, tuple(dp_ranks)
+        try:
+            yield
+        finally:
+            self.part = before
+
+    @property
     def statuses(self) -> list[Status | None]:
         """What each rank held when it last answered; None if it does not use memsaver, or has ended."""
         pairs = zip(self.ranks, self._statuses, strict=True)
@@ -105,6 +134,7 @@ class Group:
                 pid=process.pid,
                 alive=alive.get(process.pid),
                 state=status.state if status else "failed" if process.pid else "resident",
+                dp_rank=self.dp_rank(rank),
             )
             for rank, (process, status) in pairs
         )
@@ -131,19 +161,23 @@ class Group:
             self._failed.set_result(None)
         return GroupFailedError(self.failure)
 
+    def start(self, message: Plain) -> Future[list[Plain]]:
+        """Send ``message`` to the ranks ``asked``. Overridden for engines that have data-parallel ones."""
+        return self.channel.start(message)
+
     def ask(self, request: Request, limit_s: float | None = None) -> list[Answer]:
-        """Send ``request`` to every rank, and take over the status that each answers. ``limit_s`` is a deadline; None
-        is ``Deadlines.idle_s`` without progress. Raises GroupFailedError if the ranks have failed."""
+        """Send ``request`` to the ranks ``asked``, and take over the status that each answers. ``limit_s`` is a
+        deadline; None is ``Deadlines.idle_s`` without progress. Raises GroupFailedError if the ranks have failed."""
         self.raise_if_failed()
         self.progress.asking()
         try:
-            answers = _decoded(self.wait(self.channel.start(REQUESTS.encode(request)), limit_s))
+            answers = _decoded(self.wait(self.start(REQUESTS.encode(request)), limit_s))
         except GroupFailedError:
             raise
         except Exception as error:
             raise self.fail(f"the engine's ranks cannot be reached for the {self.step}: {error}") from error
-        self._statuses = [answer.status for answer in answers]
-        for rank, answer in enumerate(answers):
+        for rank, answer in zip(self.asked, answers, strict=True):
+            self._statuses[rank] = answer.status
             if answer.report is not None:
                 self.devices.note(rank, answer.report.devices)
         return answers
@@ -165,12 +199,14 @@ class Group:
 
     def check(self, answers: Sequence[Answer]) -> None:
         """Raise the error of a rank, as the type that it was, with what others say besides."""
-        failures = {rank: answer.failure for rank, answer in enumerate(answers) if answer.failure is not None}
+        pairs = zip(self.asked, answers, strict=False)  # an undo may have nothing to ask
+        failures = {rank: answer.failure for rank, answer in pairs if answer.failure is not None}
         if not failures:
             return
         # A rank that only waited for another one has a plain error.
         first = min(failures, key=lambda rank: failures[rank].error == "MemsaverError")
-        error = failures[first].to_error(f"rank {first}: " if len(answers) > 1 else "", self._others(first, failures))
+        name = f"rank {first}: " if len(self._statuses) > 1 else ""
+        error = failures[first].to_error(name, self._others(first, failures))
         if isinstance(error, OutOfDeviceMemoryError):
             error.device = self.devices.number(first, error.device)
         raise error
@@ -184,7 +220,8 @@ class Group:
 
     def _late(self) -> str:
         late = ""
-        for rank, what in self.progress.late().items():
+        late_ranks = {rank: what for rank, what in self.progress.late().items() if rank in self.asked}
+        for rank, what in late_ranks.items():
             stopped = is_stopped(self.ranks[rank].pid or 0)
             late += f"; {self.name(rank)} {what}{', because a signal or a debugger has stopped it' if stopped else ''}"
         return late

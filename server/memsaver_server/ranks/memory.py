@@ -8,7 +8,7 @@ Each step is taken on all ranks before any rank takes the next one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -18,7 +18,7 @@ from memsaver_core.contract import errors
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.policies import COMMUNICATORS, WELL_KNOWN_TAGS, RestorePolicy, keeps_all, keeps_any
 from memsaver_core.contract.reports import OperationReport
-from memsaver_core.contract.requests import MemoryRequest, Tagged, Verb
+from memsaver_core.contract.requests import MemoryRequest, OnTags, Tagged, Verb
 from memsaver_core.contract.status import DeviceMemory, Status
 from memsaver_core.device_memory import read_again
 from memsaver_core.ranks.protocol import (
@@ -32,9 +32,10 @@ from memsaver_core.ranks.protocol import (
     Request,
     Reserve,
     Resize,
+    WriteAsleep,
 )
 from memsaver_core.release_resume import available_host_bytes
-from memsaver_server.ranks.group import Channel, Deadlines, Group
+from memsaver_server.ranks.group import SLOWEST_COPY, Channel, Deadlines, Group
 from memsaver_server.ranks.merging import merged_tags
 
 #: Something that every rank does; returns their answers.
@@ -53,12 +54,12 @@ class Steps:
         self.failed_phase = ""
         self.phase = Phase.PREPARE.value
 
-    def prepare(self, request: Request) -> list[Plan]:
+    def prepare(self, request: Request) -> dict[int, Plan]:
         """Have every rank check the operation; raise MemsaverError if it is impossible. Nothing is changed."""
         self._group.step = "preparation"
         answers = self._group.ask(request, self._group.deadlines.prepare_s)
         self._check(answers)
-        return [answer.plan or Plan() for answer in answers]
+        return {rank: answer.plan or Plan() for rank, answer in zip(self._group.asked, answers, strict=True)}
 
     def take(self, name: str, phase: Phase, act: Act, undo: Act) -> None:
         """Have every rank do ``act``; ``name`` stands for this step in messages. If it fails on a rank, ``undo`` takes
@@ -79,7 +80,7 @@ class Steps:
             self._undo_all(error)
             raise
         self.reports += reports
-        self._log.add(self._group.devices.merged_phases(reports))
+        self._log.add(self._group.devices.merged_phases(self._group.asked, reports))
 
     def _check(self, answers: Sequence[Answer]) -> None:
         self.failed_phase = next((each.failure.phase for each in answers if each.failure is not None), "")
@@ -104,9 +105,13 @@ class RankMemory(Group):
     """
 
     def __init__(
-        self, channel: Channel, processes: Mapping[str, int] | None = None, deadlines: Deadlines | None = None
+        self,
+        channel: Channel,
+        processes: Mapping[str, int] | None = None,
+        deadlines: Deadlines | None = None,
+        dp_ranks: Sequence[int] = (),
     ) -> None:
-        super().__init__(channel, processes or {}, deadlines or Deadlines())
+        super().__init__(channel, processes or {}, deadlines or Deadlines(), dp_ranks)
         self._operation = ""
         self._began = 0.0
         #: By tag, the policy that its release named in place of the usual one.
@@ -126,6 +131,12 @@ class RankMemory(Group):
             errors.UnknownTagError.check(names, (*WELL_KNOWN_TAGS, *(tag.tag for tag in self.status().tags)))
         return names
 
+    def status_of(self, dp_ranks: Sequence[int]) -> Status:
+        """Return what the ranks of these data-parallel engines hold."""
+        ranks = self.ranks_of(dp_ranks)
+        statuses = [status if rank in ranks else None for rank, status in enumerate(self.statuses)]
+        return self.devices.merged_status(statuses)
+
     def status(self) -> Status:
         status = self.devices.merged_status(self.statuses)
         if self.failure:
@@ -142,20 +153,48 @@ class RankMemory(Group):
 
     def hibernation_obstacles(self) -> list[str]:
         """Return what the ranks reported at the start; each rank checks again before anything is released."""
-        return self._of_ranks([rank.obstacles for rank in self.ranks])
+        return self._of_ranks({rank: each.obstacles for rank, each in enumerate(self.ranks)})
 
     def prepare_backup(self) -> None:
         """Do nothing: each rank prepares its own once it is loaded."""
 
+    @contextmanager
+    def written_asleep(self, tag: str) -> Iterator[None]:
+        """As ``memsaver_core.lending.written_asleep``, on every rank or on none."""
+        self.raise_if_failed()
+        nbytes = max((each.bytes for each in self.status().tags if each.tag == tag), default=0)
+        limit_s = self.deadlines.idle_s + nbytes / SLOWEST_COPY
+
+        def take(step: Literal["lend", "keep", "commit", "drop"]) -> None:
+            self.step = f"update ({step})"
+            try:
+                self.check(self.ask(WriteAsleep(step, tag, len(self.progress.seen) or 1), limit_s))
+            finally:
+                self.step = ""
+
+        try:
+            take("lend")
+            yield
+            take("keep")
+        except BaseException:
+            if not self.failure:
+                take("drop")
+            raise
+        try:
+            take("commit")
+        except errors.MemsaverError as error:
+            raise self.fail(f"ranks may have different weights: {error}") from error
+
     def release(self, request: MemoryRequest, *, log: PhaseLog | None = None) -> OperationReport:
-        """As ``memsaver_core.release_with``, on every rank or on none; errors name the rank. GroupFailedError: a rank
-        has ended, hangs, or could not undo what it did; all later calls are refused."""
+        """As ``memsaver_core.release_with``, on every rank or on none, or so of the data-parallel engines that a
+        ``Release`` names; errors name the rank. GroupFailedError: a rank has ended, hangs, or could not undo what it
+        did; all later calls are refused."""
         log = log or PhaseLog(read=self.read_devices)
         self.check_tags(request.tags)
         self.check_tags(list(request.restore))
         if not self.enabled():
             return self._merged_report("release", (), log)
-        with self._operating("release", log) as steps:
+        with self._operating("release", log) as steps, self.only(_dp_ranks_of(request)):
             plans = self._plans(steps, request)
             if self.hibernated:
                 again = Move("release", _awake(request, request.tags))
@@ -166,18 +205,18 @@ class RankMemory(Group):
         return self._merged_report("release", steps.reports, log)
 
     def resume(self, request: Tagged, *, log: PhaseLog | None = None) -> OperationReport:
-        """As ``memsaver_core.resume_with``, on every rank or on none; raises likewise."""
+        """As ``memsaver_core.resume_with``, on the ranks that ``release`` would take; raises likewise."""
         log = log or PhaseLog(read=self.read_devices)
         self.check_tags(request.tags)
         if not self.enabled():
             return self._merged_report("resume", (), log)
         memory = MemoryRequest(tags=request.tags)
-        with self._operating("resume", log) as steps:
+        with self._operating("resume", log) as steps, self.only(_dp_ranks_of(request)):
             plans = steps.prepare(Prepare("resume", memory))
             if self.hibernated:
                 self._take_hibernation(steps, "restore", Phase.WAKE, "checkpoint")
                 self._take_hibernation(steps, "unlock", Phase.UNLOCK, "lock")
-            if names := _suspended(plans):
+            if names := _suspended(plans.values()):
                 self._take_communicators(steps, "resume", names)
             before = self.statuses
             act = partial(self.ask, Move("resume", memory))
@@ -189,13 +228,15 @@ class RankMemory(Group):
 
     def check_release(self, request: MemoryRequest) -> None:
         """Raise the error with which ``release`` would certainly fail now; hold the disk space that it needs."""
-        with self._operating("release", PhaseLog(read=self.read_devices)) as steps:
+        log = PhaseLog(read=self.read_devices)
+        with self._operating("release", log) as steps, self.only(_dp_ranks_of(request)):
             self._to_suspend(request, self._plans(steps, request))
             self._hold(steps, Phase.CHECK, Reserve("release", request))
 
     def reserve(self, request: Tagged) -> None:
         """Take the device memory that a resume needs, on every rank or on none; raises as ``resume``."""
-        with self._operating("resume", PhaseLog(read=self.read_devices)) as steps:
+        log = PhaseLog(read=self.read_devices)
+        with self._operating("resume", log) as steps, self.only(_dp_ranks_of(request)):
             memory = MemoryRequest(tags=request.tags)
             steps.prepare(Prepare("resume", memory))
             self._hold(steps, Phase.RESERVE, Reserve("resume", memory))
@@ -269,7 +310,7 @@ class RankMemory(Group):
         limit = self.hibernation_limit_s()
         steps.take(step, phase, act(step), act(undo))
 
-    def _plans(self, steps: Steps, request: MemoryRequest) -> list[Plan]:
+    def _plans(self, steps: Steps, request: MemoryRequest) -> dict[int, Plan]:
         """Return what a release would do; raise OutOfHostMemoryError if the host lacks memory for all ranks."""
         plans = steps.prepare(Prepare("release", request))
         if self._shortage(plans) is not None:
@@ -278,13 +319,13 @@ class RankMemory(Group):
                 raise error
         return plans
 
-    def _shortage(self, plans: Sequence[Plan]) -> errors.OutOfHostMemoryError | None:
+    def _shortage(self, plans: Mapping[int, Plan]) -> errors.OutOfHostMemoryError | None:
         """Return the error of a release by these plans; None if this host has enough memory for its ranks together.
 
         What is in a shared store is not counted: what the store lacks shows only while content is saved.
         """
         needed = 0
-        for rank in self.progress.seen:
+        for rank in self.progress.seen & plans.keys():
             status = self.statuses[rank]
             if status is not None and status.host_backup.shared_store is None:
                 backup = status.host_backup
@@ -299,21 +340,21 @@ class RankMemory(Group):
             free,
         )
 
-    def _to_suspend(self, request: MemoryRequest, plans: Sequence[Plan]) -> tuple[str, ...]:
+    def _to_suspend(self, request: MemoryRequest, plans: Mapping[int, Plan]) -> tuple[str, ...]:
         """Return the communicators that a release suspends; raise UnsupportedError if it cannot hibernate as asked."""
         names, reasons = _suspendable(plans)
         if request.hibernate:
-            found = self._of_ranks([plan.obstacles for plan in plans])
+            found = self._of_ranks({rank: plan.obstacles for rank, plan in plans.items()})
             if found or reasons:
                 obstacles = "; ".join(dict.fromkeys([*found, *reasons]))
                 raise errors.UnsupportedError(f"the engine cannot be hibernated: {obstacles}; nothing was released")
         asked = request.hibernate or not request.tags or COMMUNICATORS in request.tags
         return names if asked else ()
 
-    def _of_ranks(self, said: Sequence[Sequence[str]]) -> list[str]:
+    def _of_ranks(self, said: Mapping[int, Sequence[str]]) -> list[str]:
         """Return what each rank said, with its number if there are several."""
         several = self.several
-        return [f"rank {rank}: {each}" if several else each for rank, all_ in enumerate(said) for each in all_]
+        return [f"rank {rank}: {each}" if several else each for rank, all_ in said.items() for each in all_]
 
     def _resume_again(self, before: Sequence[Status | None], request: MemoryRequest) -> list[Answer]:
         """Resume what was released since ``before``, and nothing else."""
@@ -371,15 +412,19 @@ def _changed(before: Sequence[Status | None], after: Sequence[Status | None]) ->
     return tuple(sorted(changed - {COMMUNICATORS}))
 
 
-def _suspendable(plans: Sequence[Plan]) -> tuple[tuple[str, ...], list[str]]:
+def _dp_ranks_of(request: Tagged) -> tuple[int, ...]:
+    return request.dp_ranks if isinstance(request, OnTags) else ()
+
+
+def _suspendable(plans: Mapping[int, Plan]) -> tuple[tuple[str, ...], list[str]]:
     """Return the communicators that all of their ranks can suspend, sorted, and why each of the others stays.
 
     NCCL waits inside for every rank of a communicator, so all of them must agree before any of them begins.
     """
-    found = sorted({each.name for plan in plans for each in plan.communicators})
+    found = sorted({each.name for plan in plans.values() for each in plan.communicators})
     names, reasons = [], []
     for name in found:
-        members = {rank: each for rank, plan in enumerate(plans) for each in plan.communicators if each.name == name}
+        members = {rank: each for rank, plan in plans.items() for each in plan.communicators if each.name == name}
         ranks = max(each.ranks for each in members.values())
         stays = [f"rank {rank}: {each.obstacle}" for rank, each in members.items() if each.obstacle]
         if len(members) < ranks:
@@ -391,5 +436,5 @@ def _suspendable(plans: Sequence[Plan]) -> tuple[tuple[str, ...], list[str]]:
     return tuple(names), reasons
 
 
-def _suspended(plans: Sequence[Plan]) -> tuple[str, ...]:
+def _suspended(plans: Iterable[Plan]) -> tuple[str, ...]:
     return tuple(sorted({each.name for plan in plans for each in plan.communicators if each.suspended}))

@@ -70,13 +70,13 @@ class RankDevices:
             shared=tuple(dict.fromkeys(each for _, status in known for each in status.shared)),
         )
 
-    def merged_phases(self, reports: Sequence[OperationReport]) -> list[PhaseReport]:
-        """Merge the phases of ranks that did the same at the same time: each takes as long as its slowest rank."""
+    def merged_phases(self, ranks: Sequence[int], reports: Sequence[OperationReport]) -> list[PhaseReport]:
+        """Merge the phases of ``ranks`` that did the same at the same time: each takes as long as its slowest rank."""
         merged = []
         for phases in zip(*(report.phases for report in reports), strict=False):
             devices: dict[int, DeviceDelta] = {}
             details: dict[str, float] = {}
-            for rank, phase in enumerate(phases):
+            for rank, phase in zip(ranks, phases, strict=True):
                 for device in phase.devices:
                     number = self.number(rank, device.index)
                     devices[number] = device.model_copy(update={"index": number})

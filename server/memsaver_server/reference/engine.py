@@ -27,6 +27,7 @@ class TransformersEngine(Scheduler):
     process is rank 0 and starts the others, and ``memory`` is that of all; else it is a ``ResizableEngine``, too."""
 
     name = "transformers"
+    updates_asleep = True
 
     def __init__(self, model: str | Path | None = None, **given: Any) -> None:
         """Load the model and capture its graphs; return once requests can be served. For ``given`` and ValueError see
@@ -81,7 +82,7 @@ class TransformersEngine(Scheduler):
     def update_weights_from_disk(
         self, model_path: str | Path, *, flush_cache: bool = True, abort_all_requests: bool = False
     ) -> int:
-        """See ``UpdatableEngine``; raises RuntimeError if the weights are released."""
+        """See ``UpdatableEngine``; raises RuntimeError if the weights are released and not lent host memory."""
         return self._update(flush_cache, abort_all_requests, folder=str(Path(model_path).absolute()))
 
     def update_weights_from_tensor(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import memsaver_core as ms
+from memsaver_core.lending import is_lent
 from memsaver_server.reference.attention import ATTENTION_NAME
 
 # Typed in part, or in some versions only.
@@ -250,7 +251,7 @@ def check_update(
     """Return this rank's part of each whole tensor ``given``; with ``complete`` these must be all of them. Raises
     ValueError if names, shapes or types do not fit the model's, RuntimeError if the weights are released."""
     for tag in ms.status().tags:
-        if tag.tag == "weights" and tag.state != "resident":
+        if tag.tag == "weights" and tag.state != "resident" and not is_lent("weights"):
             raise RuntimeError(f"the weights are {tag.state}; resume them before updating them")
     own = model.state_dict()
     if unknown := sorted(set(given) - set(own)):

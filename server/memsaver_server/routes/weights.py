@@ -37,7 +37,11 @@ class UpdateFromTensor(Update):
 
 
 def router(models: Models) -> APIRouter:
-    responses = failures({409: "The weights are released; resume them first.", **models.failures})
+    own = {
+        409: "The weights are released, and cannot be written so; resume them first.",
+        507: "Host memory is short for an update of released weights; nothing was written.",
+    }
+    responses = failures({**own, **models.failures})
     routes = APIRouter(route_class=NamesIgnored, tags=["weights"], dependencies=[Depends(guard)], responses=responses)
     disk, tensors = joined(UpdateFromDisk, models.selected), joined(UpdateFromTensor, models.selected)
     by_disk, by_tensors = Depends(fields_of(disk)), Depends(fields_of(tensors, "max_update_bytes"))

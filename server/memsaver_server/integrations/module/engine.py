@@ -50,6 +50,7 @@ class ModuleEngine(Gate):
     that touches the modules' memory, such as the replay of a graph, inside ``with engine.request():``.
     """
 
+    updates_asleep = True
     _attached: ClassVar[weakref.ref[ModuleEngine] | None] = None
     _attaching: ClassVar[threading.Lock] = threading.Lock()
 

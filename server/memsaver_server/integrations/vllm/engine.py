@@ -8,7 +8,7 @@ import logging
 import threading
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
@@ -42,6 +42,8 @@ LENGTH = 8
 #: A limit for each call of vLLM in a verification or a resize, seconds.
 CALL_S = 60.0
 STOP_S = 10.0
+#: More requests than any engine has: vLLM's front end gives others to the engines with the fewest.
+BUSY = 1 << 40
 
 _T = TypeVar("_T")
 
@@ -51,6 +53,9 @@ class VllmMemory(RankMemory):
 
     channel: VllmEngine
 
+    def start(self, message: Plain) -> Future[list[Plain]]:
+        return self.channel.start(message, self.part)
+
     def release_awake(self, options: MemoryRequest) -> list[Answer]:
         answers = self.ask(ExpectRelease(options))
         if any(answer.failure is not None for answer in answers):
@@ -59,17 +64,19 @@ class VllmMemory(RankMemory):
         level = 2 if discards_weights and (not options.tags or "weights" in options.tags) else 1
         self.progress.asking()  # a rank that is put to sleep is at work, as it is with a message
         try:
-            self.wait(self.channel.sleep(level))
+            self.wait(self.channel.sleep(level, self.part))
         except errors.GroupFailedError:
             raise
         except Exception as error:
             self.ask(TakeOutcome())  # so that no rank still expects the release
             raise errors.MemsaverError(f"the engine cannot go to sleep: {error}; repeat the call, or resume") from error
-        answers = self.ask(TakeOutcome())
-        if all(answer.report is None and answer.failure is None for answer in answers):
-            # The engine did not ask its ranks: it counts as asleep since a part of its memory was released before.
-            answers = self.ask(SleepNow(options, level))
-        return answers
+        outcomes = dict(zip(self.asked, self.ask(TakeOutcome()), strict=True))
+        # An engine did not ask its ranks if it counts as asleep since a part of its memory was released before.
+        asked = {self.dp_rank(rank) for rank, each in outcomes.items() if each.report or each.failure}
+        if silent := {self.dp_rank(rank) for rank in outcomes} - asked:
+            with self.only([number for number in silent if number is not None]):
+                outcomes |= zip(self.asked, self.ask(SleepNow(options, level)), strict=True)
+        return list(outcomes.values())
 
 
 class VllmEngine(Gate):
@@ -79,21 +86,30 @@ class VllmEngine(Gate):
         """``core`` is the front end's ``engine_core``. Its processes are watched, one for each data-parallel rank; a
         core in this process, or in Ray, has none."""
         super().__init__("vllm")
-        self._asleep = self._paused = False
+        # Of the engine cores, by their data-parallel ranks.
+        self._asleep: frozenset[int] = frozenset()
+        self._paused: frozenset[int] = frozenset()
+        self._excluded: frozenset[int] = frozenset()
         self._wake_up: Future[Any] | None = None
         self.model_name = str(getattr(model_config, "model", ""))
         manager = getattr(getattr(core, "resources", None), "engine_manager", None)
         processes = {f"engine core {number}": each.pid for number, each in enumerate(getattr(manager, "processes", ()))}
-        self.memory = VllmMemory(self, processes)
+        self.memory = VllmMemory(self, processes, dp_ranks=sorted(self.dp_ranks) if len(self.dp_ranks) > 1 else ())
 
-    # Calls of the front end, none of which blocks.
+    @property
+    def dp_ranks(self) -> frozenset[int]:
+        """The data-parallel ranks of the engine cores, of which there may be one."""
+        return frozenset({0})
+
+    # Calls of the front end, none of which blocks. Those that have ``dp_ranks`` reach these engine cores alone, if any
+    # are given.
 
     @abstractmethod
-    def start(self, message: Plain) -> Future[list[Plain]]:
+    def start(self, message: Plain, dp_ranks: Collection[int] = ()) -> Future[list[Plain]]:
         """See ``Channel``; for ``memory``."""
 
     @abstractmethod
-    def call(self, name: str, *arguments: Any) -> Future[Any]:
+    def call(self, name: str, *arguments: Any, dp_ranks: Collection[int] = ()) -> Future[Any]:
         """Begin a call of vLLM's method ``name``."""
 
     @abstractmethod
@@ -101,43 +117,56 @@ class VllmEngine(Gate):
         """Have vLLM generate from one prompt; the result is its last ``RequestOutput``."""
 
     @abstractmethod
-    def pending(self) -> list[str]:
+    def pending(self, dp_ranks: Collection[int] = ()) -> list[str]:
         """Return the names of the requests in flight."""
 
-    def sleep(self, level: int) -> Future[None]:
+    def sleep(self, level: int, dp_ranks: Collection[int] = ()) -> Future[None]:
         """Begin vLLM's own sleep: level 1 keeps the weights, 2 discards them."""
-        self._asleep = True
-        return self.call("sleep", level, "keep")
+        self._asleep |= frozenset(dp_ranks or self.dp_ranks)
+        return self.call("sleep", level, "keep", dp_ranks=dp_ranks)
 
-    def wake_up(self, tags: list[str] | None) -> None:
+    def wake_up(self, tags: list[str] | None, dp_ranks: Collection[int]) -> None:
         """Begin vLLM's own wake-up of ``tags``, or of all if None."""
-        self._wake_up = self.call("wake_up", tags)
+        self._wake_up = self.call("wake_up", tags, dp_ranks=dp_ranks)
         self._wake_up.add_done_callback(_log_failure)
 
     # Methods of ``Engine``.
 
     def open_admission(self) -> None:
-        if self._paused or self._asleep:
-            self.wake_up(None if self._asleep else [SCHEDULING])
-        self._paused = self._asleep = False
+        if opening := (self._paused | self._asleep) - self._excluded:
+            self.wake_up(None if opening & self._asleep else [SCHEDULING], opening)
+        self._paused, self._asleep = self._paused & self._excluded, self._asleep & self._excluded
         super().open_admission()
 
-    def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
+    def drain(
+        self,
+        timeout_s: float,
+        mode: DrainMode = "wait",
+        given_up: Callable[[], bool] = never,
+        dp_ranks: Collection[int] = (),
+    ) -> None:
         super().drain(timeout_s, mode, given_up)
+        drained = frozenset(dp_ranks or self.dp_ranks)
         try:
-            self.pause(mode, timeout_s, given_up)
+            self.pause(mode, timeout_s, given_up, dp_ranks)
         except errors.DrainTimeoutError:
-            if not self._paused:
-                self.wake_up([SCHEDULING])
+            if running := drained - self._paused:
+                self.wake_up([SCHEDULING], running)
             raise
-        self._paused = True
+        self._paused |= drained
 
-    def pause(self, mode: DrainMode, timeout_s: float, given_up: Callable[[], bool] = never) -> None:
+    def pause(
+        self,
+        mode: DrainMode,
+        timeout_s: float,
+        given_up: Callable[[], bool] = never,
+        dp_ranks: Collection[int] = (),
+    ) -> None:
         """Have vLLM abort, finish or freeze its requests, and begin no others; raises as ``drain``."""
-        pausing = self.call("sleep", 0, mode)
+        pausing = self.call("sleep", 0, mode, dp_ranks=dp_ranks)
         if not is_done(pausing, timeout_s, given_up):
             pausing.cancel()
-            raise errors.DrainTimeoutError(timeout_s, self.pending())
+            raise errors.DrainTimeoutError(timeout_s, self.pending(dp_ranks))
         pausing.result()
 
     def verify_tokens(self) -> list[int]:
@@ -148,26 +177,29 @@ class VllmEngine(Gate):
                 f"{len(frozen)} request(s) are frozen and would run along; to verify, release with mode wait or abort"
             )
         _in_time(self.call("wake_up", None if self._asleep else [SCHEDULING]))
-        self._asleep, self._paused = False, True
+        self._asleep, self._paused = frozenset(), self.dp_ranks
         try:
             from vllm import SamplingParams
 
             greedy = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, detokenize=False)
             _in_time(self.call("reset_prefix_cache"))
-            output = _in_time(self.generate({"prompt_token_ids": list(PROMPT)}, greedy))
+            # Salted, so that no prefix is found in what a KV connector keeps.
+            prompt = {"prompt_token_ids": list(PROMPT), "cache_salt": uuid.uuid4().hex}
+            output = _in_time(self.generate(prompt, greedy))
             _in_time(self.call("reset_prefix_cache"))
             return list(output.outputs[0].token_ids)
         finally:
             self.pause("abort", STOP_S)  # ends a prompt, too, that was not computed in time
 
     def flush_cache(self) -> None:
-        self.call("reset_prefix_cache").result()
+        """Forget also what a KV connector keeps."""
+        self.call("reset_prefix_cache", False, True).result()
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
         """Reset the prefix cache again: vLLM did so as it fell asleep, but a part may have been released since. With a
         large cache this takes milliseconds. Nobody waits for it, as vLLM does it before later requests."""
         if "kv_cache" in lost:
-            self.call("reset_prefix_cache").add_done_callback(_log_failure)
+            self.call("reset_prefix_cache", dp_ranks=self._asleep).add_done_callback(_log_failure)
 
 
 class ApiServerEngine(LimitedPages, VllmEngine):
@@ -177,13 +209,68 @@ class ApiServerEngine(LimitedPages, VllmEngine):
     def __init__(self, client: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._client = client
         self._loop = loop
-        self._core = getattr(client, "engine_core", None)
+        self._core: Any = getattr(client, "engine_core", None)
+        names = getattr(self._core, "core_engines", ())  # by which vLLM's front end addresses its engine cores
+        self._cores = {int.from_bytes(name, "little"): name for name in names} if len(names) > 1 else {}
+        if self._cores:
+            wrap(self._core, "get_core_engine_for_request", self._choose, again=True)
         self._waiting: set[asyncio.Event] = set()
         super().__init__(self._core, getattr(getattr(client, "vllm_config", None), "model_config", None))
 
     @property
     def is_closed(self) -> bool:
         return self._closed is not None
+
+    @property
+    def dp_ranks(self) -> frozenset[int]:
+        return frozenset(self._cores) or super().dp_ranks
+
+    def refusal(self, path: str, dp_rank: str | None) -> str:
+        """Return why a request, which may name an engine, is refused although others are served; or nothing."""
+        if not self._excluded:
+            return ""
+        asleep = f"the data-parallel engine(s) {', '.join(map(str, sorted(self._excluded)))} are released"
+        if path.endswith("lora_adapter"):
+            return f"{asleep}, and every engine has to load an adapter; resume them first"
+        return asleep if dp_rank is not None and dp_rank.strip() in map(str, self._excluded) else ""
+
+    # Methods of ``DataParallelEngine``.
+
+    def check_dp_ranks(self, dp_ranks: Sequence[int]) -> None:
+        if not self._cores:
+            raise errors.UnsupportedError("this server has one engine (--data-parallel-size): leave out dp_ranks")
+        if missing := [rank for rank in dp_ranks if rank not in self._cores]:
+            raise errors.BadRequestError(f"dp_ranks: there is no engine {missing[0]}; there are {sorted(self._cores)}")
+        if getattr(getattr(self._client.vllm_config, "model_config", None), "is_moe", True):
+            raise errors.UnsupportedError(
+                "the engines of a model with experts compute each step together, so none can be released alone: leave "
+                "out dp_ranks"
+            )
+
+    def exclude(self, dp_ranks: Collection[int]) -> None:
+        self._excluded = frozenset(dp_ranks)
+
+    def _choose(self, choose: Callable[[Any], bytes], request: Any) -> bytes:
+        """Choose an engine that serves, by vLLM's own choice, to which the others have too many requests. In its loop.
+        Raises AdmissionClosedError if the request names one, by its rank or as one that belongs to another."""
+        excluded, core = self._excluded, self._core
+        if request.request_id in core.reqs_in_flight:
+            return choose(request)
+        counts = core.lb_engines
+        core.lb_engines = [
+            [BUSY, *each[1:]] if int.from_bytes(name, "little") in excluded else each
+            for name, each in zip(core.core_engines, counts, strict=True)
+        ]
+        try:
+            chosen = choose(request)
+        finally:
+            core.lb_engines = counts
+        if (number := int.from_bytes(chosen, "little")) in excluded:
+            core.reqs_in_flight.pop(request.request_id, None)
+            if hasattr(core, "engine_inflight"):  # what vLLM has counted as well, from 0.33 on
+                core.engine_inflight[chosen] -= 1
+            raise errors.AdmissionClosedError(f"the data-parallel engine {number} is released")
+        return chosen
 
     async def enter(self) -> None:
         """Return once a request may enter; raise AdmissionClosedError if it would have to wait and no more may."""
@@ -207,11 +294,13 @@ class ApiServerEngine(LimitedPages, VllmEngine):
         for opened in waiting:
             self._loop.call_soon_threadsafe(opened.set)
 
-    def start(self, message: Plain) -> Future[list[Plain]]:
-        return asyncio.run_coroutine_threadsafe(self._ask_workers(message), self._loop)
+    def start(self, message: Plain, dp_ranks: Collection[int] = ()) -> Future[list[Plain]]:
+        return asyncio.run_coroutine_threadsafe(self._ask_workers(message, dp_ranks), self._loop)
 
-    def call(self, name: str, *arguments: Any) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(getattr(self._client, name)(*arguments), self._loop)
+    def call(self, name: str, *arguments: Any, dp_ranks: Collection[int] = ()) -> Future[Any]:
+        whole = not dp_ranks or self.dp_ranks == frozenset(dp_ranks)
+        call = getattr(self._client, name)(*arguments) if whole else self._ask_cores(dp_ranks, name, *arguments)
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def generate(self, prompt: Any, parameters: Any) -> Future[Any]:
         async def generated() -> Any:
@@ -221,9 +310,12 @@ class ApiServerEngine(LimitedPages, VllmEngine):
 
         return asyncio.run_coroutine_threadsafe(generated(), self._loop)
 
-    def pending(self) -> list[str]:
-        states = getattr(getattr(self._client, "output_processor", None), "request_states", {})
-        return sorted(str(getattr(state, "external_req_id", name)) for name, state in list(states.items()))
+    def pending(self, dp_ranks: Collection[int] = ()) -> list[str]:
+        states = dict(getattr(getattr(self._client, "output_processor", None), "request_states", {}))
+        if dp_ranks:
+            cores, where = {self._cores[each] for each in dp_ranks}, self._core.reqs_in_flight
+            states = {name: state for name, state in states.items() if where.get(name) in cores}
+        return sorted(str(getattr(state, "external_req_id", name)) for name, state in states.items())
 
     def is_alive(self) -> bool:
         return not self._client.errored
@@ -245,14 +337,18 @@ class ApiServerEngine(LimitedPages, VllmEngine):
     def back_pages(self, pages: int, before: int) -> None:
         self.memory.resize(pages, before)
 
-    async def _ask_workers(self, message: Plain) -> list[Plain]:
+    async def _ask_workers(self, message: Plain, dp_ranks: Collection[int]) -> list[Plain]:
         """Return the answers of every engine core's workers; ``collective_rpc`` returns those of the first alone."""
-        cores = getattr(self._core, "core_engines", ())
-        if self._core is None or len(cores) < 2:
+        if not self._cores:
             return cast(list[Plain], await self._client.collective_rpc("memsaver", args=(message,)))
-        arguments = ("collective_rpc", "memsaver", None, (message,), None)
-        groups = await asyncio.gather(*(self._core._call_utility_async(*arguments, engine=each) for each in cores))
+        cores = dp_ranks or self._cores
+        groups = await self._ask_cores(cores, "collective_rpc", "memsaver", None, (message,), None)
         return [answer for group in groups for answer in group]
+
+    async def _ask_cores(self, dp_ranks: Collection[int], name: str, *arguments: Any) -> list[Any]:
+        """Call a method of these engine cores, as vLLM's front end calls it of all; return what each answers."""
+        call = partial(self._core._call_utility_async, name, *arguments)
+        return await asyncio.gather(*(call(engine=self._cores[each]) for each in sorted(dp_ranks)))
 
 
 class OfflineEngine(VllmEngine):
@@ -286,21 +382,27 @@ class OfflineEngine(VllmEngine):
             with self._lock:
                 yield request
 
-    def start(self, message: Plain) -> Future[list[Plain]]:
+    def start(self, message: Plain, dp_ranks: Collection[int] = ()) -> Future[list[Plain]]:
         return self._begin(lambda: self._llm.collective_rpc("memsaver", args=(message,)))
 
-    def call(self, name: str, *arguments: Any) -> Future[Any]:
+    def call(self, name: str, *arguments: Any, dp_ranks: Collection[int] = ()) -> Future[Any]:
         return self._begin(lambda: getattr(self._llm, name)(*arguments))
 
     def generate(self, prompt: Any, parameters: Any) -> Future[Any]:
         call = getattr(self._llm.generate, "__wrapped__", self._llm.generate)  # past the gate, which is closed
         return self._begin(lambda: call([prompt], parameters, use_tqdm=False)[0])
 
-    def pending(self) -> list[str]:
+    def pending(self, dp_ranks: Collection[int] = ()) -> list[str]:
         """Return no names: an ``LLM`` generates only inside its callers' calls, and the gate names those."""
         return []
 
-    def pause(self, mode: DrainMode, timeout_s: float, given_up: Callable[[], bool] = never) -> None:
+    def pause(
+        self,
+        mode: DrainMode,
+        timeout_s: float,
+        given_up: Callable[[], bool] = never,
+        dp_ranks: Collection[int] = (),
+    ) -> None:
         pausing = self.call("sleep", 0, "keep" if mode == "wait" else mode)  # the gate is drained: no call generates
         if not is_done(pausing, timeout_s, given_up):
             raise errors.DrainTimeoutError(timeout_s, ["a call of the LLM that has not returned"])
@@ -308,7 +410,7 @@ class OfflineEngine(VllmEngine):
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
         if "kv_cache" in lost:
-            self.flush_cache()
+            self.call("reset_prefix_cache").result()
 
     def is_alive(self) -> bool:
         return not getattr(getattr(self._llm.llm_engine.engine_core, "resources", None), "engine_dead", False)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
 
 from memsaver_core.compat.patching import wrap, wrap_in
 from memsaver_core.compat.vllm.allocator import is_wanted, switch
+from memsaver_core.compat.vllm.tier import writes_weights
 from memsaver_core.contract.errors import AdmissionClosedError, ConfigurationError, MemsaverError, UnsupportedError
 from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_server import Attachment, Settings, attach, create_app
@@ -85,10 +86,16 @@ class ClosedRoute(BaseRoute):
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         work = scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(WORK)
-        return (Match.FULL if work and self._engine.is_closed else Match.NONE), {}
+        closed = work and (self._engine.is_closed or self._refusal(scope))
+        return (Match.FULL if closed else Match.NONE), {}
+
+    def _refusal(self, scope: Scope) -> str:
+        return self._engine.refusal(scope["path"], Headers(scope=scope).get("X-data-parallel-rank"))
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            if reason := self._refusal(scope):
+                raise AdmissionClosedError(reason)
             await self._engine.enter()
         except AdmissionClosedError as closed:
             refusal = Answer.failure(closed)
@@ -163,10 +170,6 @@ def attach_to(llm: Any, **options: Any) -> Attachment:
     return attachment
 
 
-#: Methods that write weights: all with "weight" in their name, except those that prepare, ask or only set a version.
-_WRITES = re.compile(r"(?!init|start|begin|get|check|reset|destroy)(?!.*version).*weight", re.IGNORECASE)
-
-
 def watch_updates(engine: Any, updated: Callable[[], None]) -> None:
     """Call ``updated`` after each ``collective_rpc`` of vLLM's client or ``LLM`` whose name says that it wrote weights.
     vLLM's own reload, its weight transfer and trainers' worker extensions all reach the workers by ``collective_rpc``.
@@ -174,8 +177,7 @@ def watch_updates(engine: Any, updated: Callable[[], None]) -> None:
 
     def watched(call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
         result = call(method, *args, **kwargs)
-        name = method if isinstance(method, str) else getattr(method, "__name__", "")
-        if _WRITES.match(name) is None:
+        if not writes_weights(method):
             return result
         if inspect.isawaitable(result):
             return noted(result)

@@ -23,6 +23,9 @@ class GPUModelRunner:
         self.model.register_buffer("scale", torch.full((PAGE,), 2.5))
         self.draft_scale = torch.full((PAGE,), 5.0)
 
+    def get_model(self) -> torch.nn.Linear:
+        return self.model
+
     def initialize_kv_cache(self, config: int) -> None:
         self.block_table = torch.arange(PAGE)
         self.kv_cache_config = SimpleNamespace(num_blocks=BLOCKS)

@@ -1,0 +1,120 @@
+"""vLLM's own updates of weights, and those of trainers, while the weights are released: they write host memory, and the
+next wake-up brings that in. Workers are asked twice, so that all take an update or none."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from memsaver_core.compat.patching import Function
+from memsaver_core.compat.vllm.allocator import WEIGHTS
+from memsaver_core.compat.vllm.tier import writes_weights
+from memsaver_core.contract.errors import MemsaverError, UnsupportedError
+from memsaver_core.lending import Lending
+from memsaver_core.ranks.protocol import Failure
+from memsaver_core.release_resume import status
+
+#: Methods of ``Worker``: run one that writes weights, and end what it began.
+WRITE, END = "memsaver_write", "memsaver_end_write"
+
+LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
+
+
+def weights_are_released() -> bool:
+    return any(tag.tag == WEIGHTS and tag.released_bytes for tag in status().tags)
+
+
+class ModelLending(Lending):
+    """As ``Lending``, for the model of a worker. A module that an update has left half done is as before at the end."""
+
+    def __init__(self, worker: Any) -> None:
+        """Raises UnsupportedError, too, if the weights have a format that only the device can make."""
+        model, config = worker.model_runner.get_model(), worker.vllm_config.model_config
+        made = config.quantization or ("MLA" if getattr(config, "use_mla", False) else "")
+        if made:
+            raise UnsupportedError(
+                f"weights of the format {made} are computed on the device, so they cannot be written while they are "
+                "released; wake them up first, and update then"
+            )
+        if any(each.device.type == "meta" for each in model.parameters()):
+            raise UnsupportedError("an update in chunks has begun; it cannot write weights that are released")
+        self._modules = list(model.modules())
+        tables = (each for module in self._modules for each in (module._parameters, module._buffers))
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in tables]
+        self._host_before = self._on_host()
+        known = getattr(sys.modules.get(LAYERWISE), "LAYERWISE_INFO", {})
+        self._reloads = [(info, info.restore_device) for each in self._modules if (info := known.get(each)) is not None]
+        super().__init__(WEIGHTS, getattr(worker.vllm_config.parallel_config, "local_world_size", 1))
+        for info, _ in self._reloads:
+            info.restore_device = torch.device("cpu")
+
+    def keep(self) -> None:
+        replaced = {name for table, before in self._tables for name in before if table.get(name) is not before[name]}
+        replaced |= self._on_host() - self._host_before
+        if replaced:
+            raise UnsupportedError(
+                f"the loader has made tensors anew ({', '.join(sorted(replaced)[:8])}), so weights of this model "
+                "cannot be written while they are released; wake them up first, and update then"
+            )
+        super().keep()
+
+    def end(self, commit: bool) -> None:
+        for table, before in self._tables:
+            table.clear()
+            table.update(before)
+        for info, device in self._reloads:
+            info.reset()
+            info.restore_device = device
+        super().end(commit)
+
+    def _on_host(self) -> set[str]:
+        """Return the attributes of modules that are tensors in host memory which is not lent."""
+        return {
+            f"{type(module).__name__}.{name}"
+            for module in self._modules
+            for name, value in vars(module).items()
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not self.has_lent(value)
+        }
+
+
+def write_worker(worker: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Failure | None, Any]:
+    """``Worker.memsaver_write``: run a method that writes weights; return its error, if any, and its result."""
+    worker._memsaver_lending = None
+    try:
+        if weights_are_released():
+            worker._memsaver_lending = ModelLending(worker)
+        result = getattr(worker, method)(*args, **kwargs)
+        if worker._memsaver_lending is not None:
+            worker._memsaver_lending.keep()
+    except Exception as error:
+        return Failure.of(error), None
+    return None, result
+
+
+def end_worker(worker: Any, commit: bool) -> Failure | None:
+    """``Worker.memsaver_end_write``: have the next wake-up bring in what was written, if all workers have written."""
+    lending, worker._memsaver_lending = worker._memsaver_lending, None
+    try:
+        if lending is not None:
+            lending.end(commit)
+    except Exception as error:
+        return Failure.of(error)
+    return None
+
+
+def write(call: Function, core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+    """``EngineCore.collective_rpc``. If ``method`` names what writes weights while they sleep, all workers take the
+    update, or none: then it raises MemsaverError. Ignores ``timeout``, which would leave workers apart."""
+    asleep = WEIGHTS in getattr(core.model_executor, "sleeping_tags", ())
+    if not (asleep and isinstance(method, str) and writes_weights(method)):
+        return call(core, method, timeout, args, kwargs)
+    answers = call(core, WRITE, None, (method, tuple(args), dict(kwargs or {})))
+    failures = [failure for failure, _ in answers if failure is not None]
+    ends = call(core, END, None, (not failures,))
+    if failures:
+        raise failures[0].to_error()
+    if apart := [failure for failure in ends if failure is not None]:
+        raise MemsaverError(f"workers may have different weights, so load them again: {apart[0].message}")
+    return [result for _, result in answers]
