@@ -40,7 +40,7 @@ def settled(demands: list[int], sizes: list[int]) -> list[int]:
                 for other, demand in zip(sizes, demands, strict=True)
             ]
             mine = rows.pop(each)
-            sizes[each] = target_bytes(mine, rows, TOTAL - sum(sizes))
+            sizes[each] = target_bytes(mine, rows, TOTAL - sum(sizes), 100)
             assert sum(sizes) <= TOTAL
             assert sizes[each] >= min(size, mine.wanted, TOTAL // len(sizes))
     return sizes
