@@ -163,8 +163,8 @@ def target_bytes(mine: Row, others: Sequence[Row], free: int, low: int) -> int:
     share = (free + mine.bytes + sum(row.bytes for row in caches)) // (1 + len(caches))
     lacking = sum(max(0, row.wanted - row.bytes) for row in caches) - free
     entitled = sum(max(0, min(row.wanted, share) - row.bytes) for row in caches) - free
-    owed = min(mine.bytes - low, resumes - free)
-    gives = max(0, min(mine.bytes - mine.wanted, lacking), min(mine.bytes - share, entitled), owed)
+    due = min(mine.bytes - low, resumes - free)
+    gives = max(0, min(mine.bytes - mine.wanted, lacking), min(mine.bytes - share, entitled), due)
     return mine.bytes - gives if gives else mine.bytes + max(0, min(mine.wanted - mine.bytes, free - resumes))
 
 
