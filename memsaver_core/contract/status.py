@@ -210,6 +210,7 @@ class KvCacheAnswer(Model):
     smallest_bytes: int = Field(description="The smallest size now for which no request has to end or be preempted.")
     largest_bytes: int = Field(description="The largest size now by what the device has free, but for rounding.")
     full_bytes: int = Field(description="The size with which the engine began.")
+    limit_bytes: int | None = Field(default=None, description="Of a caller's last resize, if it balances itself.")
     tokens: int = Field(description="Room for so many tokens.")
     page_bytes: int
     page_tokens: int

@@ -50,6 +50,7 @@ def test_memory_follows_the_load() -> None:
     with serving(*SERVE, changes=shared) as first, Client(first.url) as one:
         one.resize_kv_cache(bytes=12 * MIB)
         with serving(*SERVE, changes=shared) as second, Client(second.url) as two:
+            assert one.resize_kv_cache(fraction=1.0).kv_cache.limit_bytes is None
             for url, busy, idle in ((first.url, one, two), (second.url, two, one)):
                 with load(url):
                     wait_until(lambda busy=busy: busy.kv_cache().bytes >= 42 * MIB)

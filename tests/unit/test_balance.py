@@ -40,7 +40,7 @@ def settled(demands: list[int], sizes: list[int]) -> list[int]:
                 for other, demand in zip(sizes, demands, strict=True)
             ]
             mine = rows.pop(each)
-            sizes[each] = target_bytes(mine, rows, TOTAL - sum(sizes))
+            sizes[each] = target_bytes(mine, rows, TOTAL - sum(sizes), 100)
             assert sum(sizes) <= TOTAL
             assert sizes[each] >= min(size, mine.wanted, TOTAL // len(sizes))
     return sizes
@@ -74,6 +74,20 @@ def test_many_engines_with_changing_demands() -> None:
         sizes = settled(demands, sizes)
         lacking = [size for size, demand in zip(sizes, demands, strict=True) if demand > size]
         assert not lacking or TOTAL - sum(sizes) < 4 or min(lacking) >= 900 or sum(sizes) >= TOTAL - 4
+
+
+@pytest.mark.parametrize(
+    ("mine", "needs", "free", "size"),
+    [
+        ((800, 800), 300, 100, 600),  # all that it lacks, also by one that uses all
+        ((800, 800), 900, 0, 100),  # but no more than it has above its lower bound
+        ((800, 800), 300, 300, 800),  # it finds room
+        ((200, 600), 300, 400, 300),  # and nobody takes that meanwhile
+        ((100, 100), 300, 0, 100),
+    ],
+)
+def test_a_resume_gets_what_it_lacks(mine: tuple[int, int], needs: int, free: int, size: int) -> None:
+    assert target_bytes(Row(0.0, *mine), [Row(0.0, 0, 0, needs)], free, 100) == size
 
 
 @pytest.mark.parametrize("bounds", ["4GiB", "4GiB..", "40GiB..4GiB", "a..b", "-1..5"])

@@ -243,9 +243,9 @@ def _store_line(store: status.SharedStoreStatus) -> str:
 
 def kv_cache_view(cache: status.KvCacheAnswer) -> RenderableType:
     sizes = (cache.bytes, cache.used_bytes, cache.smallest_bytes, cache.largest_bytes, cache.full_bytes)
-    return table_of(
-        [">kv cache", ">in use", ">smallest now", ">largest now", ">full", ">tokens"], [[*sizes, str(cache.tokens)]]
-    )
+    heads = [">kv cache", ">in use", ">smallest now", ">largest now", ">full"]
+    limit = [] if cache.limit_bytes is None else [cache.limit_bytes]
+    return table_of([*heads, *[">limit"] * len(limit), ">tokens"], [[*sizes, *limit, str(cache.tokens)]])
 
 
 def status_tags_table(tags: Sequence[status.TagOccupation]) -> Table:

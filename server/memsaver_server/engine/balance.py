@@ -3,6 +3,9 @@
 Every ``TICK_S`` each writes to a file in shared memory what its cache has and what it wants, under a lock that ends
 with its process. It takes free memory if it lacks some, and gives memory back if another one lacks some. No process
 directs the others. A row that is old is not counted: that engine ended, sleeps or hangs, and gives nothing.
+
+A release leaves the cache with its smallest size, so that the engine comes back with little; then it grows to what it
+had, as far as there is memory. A resume that is short of memory all the same asks the others for it.
 """
 
 from __future__ import annotations
@@ -10,21 +13,25 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from pydantic import Field, TypeAdapter
 
 from memsaver_core.contract.errors import MemsaverError
+from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import ResizeKvCache
 from memsaver_core.contract.status import DeviceMemory, KvCacheAnswer
 from memsaver_server.engine.kv_cache import ElasticCache, free_bytes
 from memsaver_server.engine.lifecycle import Lifecycle
-from memsaver_server.operation.operation import Operation
+from memsaver_server.operation.operation import BALANCER, Operation
 from memsaver_server.threads import start_thread
 
 logger = logging.getLogger("memsaver")
@@ -34,34 +41,38 @@ TICK_S = 0.5
 OLD_S = 10.0
 #: How long a shrink waits for requests on pages that go, and how long none is tried after one that failed, seconds.
 DRAIN_S = 10.0
-#: The operations' client.
-CLIENT = "memsaver-balance"
 #: A cache of which so much is used lacks memory, and wants this many times what it has.
 PRESSED, MORE = 0.9, 1.5
 #: After a prefix was computed again, a cache counts as short of memory for the first time, and gives no memory that it
-#: has to others for the second, seconds.
+#: has to others for the second, seconds. So long, too, it wants what it had before a release.
 LACKS_S, KEEPS_S = 2.0, 30.0
-#: Moves of less than this part of the largest cache are not worth it, and so much of the device stays free.
+#: Moves of less than this part of the largest cache, or a page, are not worth it; so much of the device stays free.
 STEP = 1 / 64
 
+_Size = Annotated[int, Field(ge=0, lt=1 << 63)]
 
-@dataclass(frozen=True)
-class Row:
+
+class Row(NamedTuple):
     """What one engine's cache has, and what it wants, bytes."""
 
     at: float  # of the monotonic clock, which all processes of a host share
-    bytes: int
-    wanted: int
+    bytes: _Size
+    wanted: _Size
+    resume: _Size = 0  # that have to get free, as a resume of the engine was short of memory; then it has no cache
+
+
+_ROWS = TypeAdapter(dict[str, Row])
 
 
 class Balancer:
     """Resizes a cache between two bounds, in a separate thread."""
 
-    def __init__(self, cache: ElasticCache, lifecycle: Lifecycle, bounds: tuple[int, int], name: str) -> None:
+    def __init__(self, cache: ElasticCache, lifecycle: Lifecycle, name: str) -> None:
         self._cache = cache
         self._lifecycle = lifecycle
-        self._low, self._high = bounds
         self._name = name
+        self._asked = 0  # bytes for a resume
+        self._had, self._had_until = 0, -math.inf  # before a release; infinite until the engine is back
         self._stopped = threading.Event()
         self._tried_at = 0.0
         self._recomputed, self._recomputed_at = 0, -KEEPS_S
@@ -73,6 +84,31 @@ class Balancer:
     def stop(self) -> None:
         self._stopped.set()
 
+    def release(self, work: Callable[[], OperationReport]) -> OperationReport:
+        """Return what ``work`` did, which releases the cache and its content."""
+        try:
+            had = self._cache.read(()).bytes
+        except MemsaverError:  # this engine's cannot be resized
+            return work()
+        self._had = had if time.monotonic() > self._had_until else max(had, self._had)
+        self._had_until = math.inf
+        report = self._cache.lowered(work)
+        self._note()
+        return report
+
+    def ask(self, size: int) -> None:
+        """Ask other caches of these devices that so many bytes get free, for a resume; 0: it is not short any more."""
+        if size or self._asked:
+            self._asked = size
+            self._note()
+
+    def _note(self) -> None:
+        """Have no row but that of a resume, if one is short of memory."""
+        with suppress(MemsaverError, OSError), _rows(self._lifecycle.memory.read_devices()) as rows:
+            rows.pop(self._name, None)
+            if self._asked:
+                rows[self._name] = Row(time.monotonic(), 0, 0, self._asked)
+
     def _run(self) -> None:
         while not self._stopped.wait(TICK_S):
             try:
@@ -82,6 +118,8 @@ class Balancer:
 
     def _tick(self) -> None:
         now = self._lifecycle.snapshot()
+        if now.state == "resuming" and self._asked:  # it waits
+            self._note()
         if now.running is not None or now.state != "resident":
             return
         devices = self._lifecycle.memory.read_devices()
@@ -89,17 +127,21 @@ class Balancer:
         at = time.monotonic()
         if cache.recomputed > self._recomputed:
             self._recomputed, self._recomputed_at = cache.recomputed, at
-        wanted = wanted_bytes(cache, self._low, self._high, at - self._recomputed_at)
+        low, high = self._cache.bounds
+        self._had_until = min(self._had_until, at + KEEPS_S)
+        wanted = wanted_bytes(cache, low, high, at - self._recomputed_at)
+        if at < self._had_until:
+            wanted = max(wanted, min(self._had, high, cache.full_bytes))
         mine = Row(at, cache.bytes, wanted)
         with _rows(devices) as rows:
             others = [row for name, row in rows.items() if name != self._name]
             rows[self._name] = mine
-        free = free_bytes(devices) - int(cache.full_bytes * STEP)
-        target = target_bytes(mine, others, max(0, free))
-        if abs(target - cache.bytes) < max(cache.page_bytes, cache.full_bytes * STEP):
+        step = max(cache.page_bytes, int(cache.full_bytes * STEP))
+        target = target_bytes(mine, others, max(0, free_bytes(devices) - step), low)
+        if abs(target - cache.bytes) < step:
             return
         if self._last is None or self._last.error is None or time.monotonic() - self._tried_at > DRAIN_S:
-            self._last = self._cache.start(ResizeKvCache(bytes=target, timeout_s=DRAIN_S), key=None, client=CLIENT)
+            self._last = self._cache.start(ResizeKvCache(bytes=target, timeout_s=DRAIN_S), key=None, client=BALANCER)
             self._tried_at = time.monotonic()
 
 
@@ -112,14 +154,18 @@ def wanted_bytes(cache: KvCacheAnswer, low: int, high: int, recomputed_s: float)
     return max(low, min(wanted, high, cache.full_bytes))
 
 
-def target_bytes(mine: Row, others: Sequence[Row], free: int) -> int:
+def target_bytes(mine: Row, others: Sequence[Row], free: int, low: int) -> int:
     """Return the size that a cache should have, while ``free`` bytes of the device are unused. It gives others what
-    they lack: what it does not want or, if that is more, what it has above an equal share, up to their shares."""
-    share = (free + mine.bytes + sum(row.bytes for row in others)) // (1 + len(others))
-    lacking = sum(max(0, row.wanted - row.bytes) for row in others) - free
-    entitled = sum(max(0, min(row.wanted, share) - row.bytes) for row in others) - free
-    gives = max(0, min(mine.bytes - mine.wanted, lacking), min(mine.bytes - share, entitled))
-    return mine.bytes - gives if gives else mine.bytes + max(0, min(mine.wanted - mine.bytes, free))
+    they lack: what it does not want or, if that is more, what it has above an equal share, up to their shares. For
+    resumes it gives all that it has above ``low``: an engine that is away needs more than a cache."""
+    resumes = sum(row.resume for row in others)
+    caches = [row for row in others if not row.resume]
+    share = (free + mine.bytes + sum(row.bytes for row in caches)) // (1 + len(caches))
+    lacking = sum(max(0, row.wanted - row.bytes) for row in caches) - free
+    entitled = sum(max(0, min(row.wanted, share) - row.bytes) for row in caches) - free
+    due = min(mine.bytes - low, resumes - free)
+    gives = max(0, min(mine.bytes - mine.wanted, lacking), min(mine.bytes - share, entitled), due)
+    return mine.bytes - gives if gives else mine.bytes + max(0, min(mine.wanted - mine.bytes, free - resumes))
 
 
 @contextmanager
@@ -128,15 +174,16 @@ def _rows(devices: Sequence[DeviceMemory]) -> Iterator[dict[str, Row]]:
     digest = sha256(" ".join(sorted(device.uuid for device in devices)).encode()).hexdigest()[:16]
     path = Path(f"/dev/shm/memsaver-{os.getuid()}-balance-{digest}")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "r+") as file:
+    with os.fdopen(descriptor, "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
-            found = {name: Row(*row) for name, row in json.loads(file.read() or "{}").items()}
-        except (ValueError, TypeError, AttributeError):  # a writer died
+            found = _ROWS.validate_json(file.read() or b"{}")
+        except ValueError as error:  # a writer died, or is none of ours; engines write their rows again soon
+            logger.warning("%s has other content than rows of engines, which is dropped: %s", path, error)
             found = {}
-        oldest = time.monotonic() - OLD_S
-        rows = {name: row for name, row in found.items() if row.at > oldest}
+        now = time.monotonic()
+        rows = {name: row for name, row in found.items() if now - OLD_S < row.at <= now}
         yield rows
         file.seek(0)
         file.truncate()
-        json.dump({name: (row.at, row.bytes, row.wanted) for name, row in rows.items()}, file)
+        file.write(json.dumps(rows).encode())

@@ -80,13 +80,15 @@ class EngineController:
         self._audit = AuditLog(settings.audit_file)
         self._monitor = DeviceMonitor(memory=memory_of(engine))
         self.lifecycle = Lifecycle(engine, settings, self._record)
-        self._cache = ElasticCache(engine, self.lifecycle) if isinstance(engine, ResizableEngine) else None
+        bounds = cache_bounds(settings.kv_cache) if settings.kv_cache else None
+        self._cache = ElasticCache(engine, self.lifecycle, bounds) if isinstance(engine, ResizableEngine) else None
         self.lifecycle.fit_cache = None if self._cache is None else self._cache.fit
         self._metrics = EngineMetrics(self._monitor, self.lifecycle, self._cache, callers)
         self._id = uuid.uuid4().hex[:12]
         self._balancer: Balancer | None = None
-        if settings.kv_cache and self._cache is not None:
-            self._balancer = Balancer(self._cache, self.lifecycle, cache_bounds(settings.kv_cache), self._id)
+        if bounds is not None and self._cache is not None:
+            self._balancer = Balancer(self._cache, self.lifecycle, self._id)
+            self.lifecycle.release_cache, self.lifecycle.ask_for_memory = self._balancer.release, self._balancer.ask
         self._held: dict[str, tuple[float, float]] = {}  # by coordinators: when each has asked first, and last
         self._stall_loggers: dict[str, asyncio.Task[None]] = {}
 

@@ -26,7 +26,7 @@ from memsaver_core.phases import PhaseLog
 from memsaver_server.engine import CachePages, ResizableEngine
 from memsaver_server.engine.lifecycle import Lifecycle
 from memsaver_server.engine.plan import general_blockers, plan_answer, readable
-from memsaver_server.operation.operation import Operation
+from memsaver_server.operation.operation import BALANCER, Operation
 from memsaver_server.threads import in_thread
 
 _TAGS = ResizeKvCache.tags
@@ -37,20 +37,23 @@ GLANCE_S = 0.1
 class ElasticCache:
     """Resizes the KV cache of ``engine`` by operations of ``lifecycle``. Methods may be called from any thread."""
 
-    def __init__(self, engine: ResizableEngine, lifecycle: Lifecycle) -> None:
+    def __init__(self, engine: ResizableEngine, lifecycle: Lifecycle, bounds: tuple[int, int] | None = None) -> None:
+        """``bounds``: a ``Balancer`` resizes it between these."""
         self._engine = engine
         self._lifecycle = lifecycle
+        self._bounds = bounds
+        self._limit: int | None = None  # that a caller's last resize set, bytes
         self._last: CachePages | None = None
         self._asking: asyncio.Task[None] | None = None
 
     def read(self, devices: Iterable[DeviceMemory]) -> KvCacheAnswer:
         """Return the size of the cache, and the sizes that it can have with what is free on its ``devices``. Waits for
         the engine, which may raise MemsaverError."""
-        return _answer(self._engine.kv_cache(), devices)
+        return self._answer(self._engine.kv_cache(), devices)
 
     def latest(self, devices: Iterable[DeviceMemory]) -> KvCacheAnswer | None:
         """As ``read``, from what the engine said last; None if it has said nothing, or cannot resize its cache."""
-        return None if self._last is None else _answer(self._last, devices)
+        return None if self._last is None else self._answer(self._last, devices)
 
     def ask(self) -> asyncio.Task[None]:
         """Return the task that asks the engine for ``latest``. Use it in one event loop."""
@@ -110,13 +113,36 @@ class ElasticCache:
                 missing = short.needed_bytes - short.free_bytes
                 smaller = max(lowest, pages - max(fewer, math.ceil(missing / before.page_bytes)))
                 fewer *= 2  # memory comes in pieces: fewer pages may need as much
-                if smaller >= pages or not self._resize_released(smaller):
-                    self._resize_released(before.kept)
+                if smaller >= pages or not self._back(smaller):
+                    self._back(before.kept)
                     raise
                 pages = smaller
 
-    def _resize_released(self, pages: int) -> bool:
-        """Return whether a resume will bring back this many pages."""
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The bounds between which it is balanced, as far as the last resize of a caller permits, bytes."""
+        low, high = self._bounds or (0, 0)
+        limit = high if self._limit is None else min(high, self._limit)
+        return min(low, limit), limit
+
+    def lowered(self, release: Callable[[], OperationReport]) -> OperationReport:
+        """Return what ``release`` did, which releases the cache: before that, it gets as small as its bounds and
+        requests permit, so that its resume finds room. The report has what went in both."""
+        before = self._engine.kv_cache()
+        pages = max(1, before.needed, math.ceil(self.bounds[0] / before.page_bytes))
+        shrunk = self._tag().shrunk_bytes
+        if pages < before.kept:
+            self._back(pages)
+        more = self._tag().shrunk_bytes - shrunk
+        report = release()
+        tags = [
+            tag.model_copy(update={"released_bytes": tag.released_bytes + more}) if tag.tag in _TAGS else tag
+            for tag in report.tags
+        ]
+        return report.model_copy(update={"tags": tuple(tags), "released_bytes": report.released_bytes + more})
+
+    def _back(self, pages: int) -> bool:
+        """Return whether the cache, which no request uses beyond them or which is released, has so many pages now."""
         try:
             self._engine.limit_kv_cache(pages, 0.0)
             self._engine.resize_kv_cache(pages)
@@ -126,20 +152,30 @@ class ElasticCache:
 
     def _resize(self, request: ResizeKvCache, pages: int, operation: Operation, log: PhaseLog) -> ResizedReport:
         self._lifecycle.check_resident(_TAGS)
-        before = self._engine.kv_cache().kept
+        now = self._engine.kv_cache()
+        before = now.kept
         if pages < before:
             with log.phase(Phase.DRAIN):
-                self._limit(request, pages, operation)
+                self._drain(request, pages, operation)
+        limits = self._bounds is not None and operation.client != BALANCER
+        if limits:
+            self._limit = pages * now.page_bytes if pages < now.total else None
         try:
-            move = partial(self._move, pages, operation, log)
-            report = self._lifecycle.with_room(operation, log, request.wait_for_memory_s, move)
+            move = partial(self._move, operation, log)
+            try:
+                report = self._lifecycle.with_room(operation, log, request.wait_for_memory_s, partial(move, pages))
+            except OutOfDeviceMemoryError:
+                if not limits:
+                    raise
+                operation.move_later()  # it keeps its size, and may grow to the new limit by need
+                report = self._lifecycle.with_room(operation, log, 0.0, partial(move, before))
         except BaseException:
             operation.undo()
             self._engine.limit_kv_cache(before, 0.0)
             raise
         return ResizedReport(**dict(report), kv_cache=self.read(self._lifecycle.memory.read_devices()))
 
-    def _limit(self, request: ResizeKvCache, pages: int, operation: Operation) -> None:
+    def _drain(self, request: ResizeKvCache, pages: int, operation: Operation) -> None:
         def given_up() -> bool:
             return operation.cancelled_by is not None
 
@@ -149,7 +185,7 @@ class ElasticCache:
             operation.check()
             raise
 
-    def _move(self, pages: int, operation: Operation, log: PhaseLog) -> OperationReport:
+    def _move(self, operation: Operation, log: PhaseLog, pages: int) -> OperationReport:
         self._lifecycle.check_resident(_TAGS)
         operation.hold()
         shrunk = self._tag().shrunk_bytes
@@ -171,27 +207,27 @@ class ElasticCache:
     def _tag(self) -> TagStatus:
         return next(tag for tag in self._lifecycle.memory.status().tags if tag.tag in _TAGS)
 
+    def _answer(self, pages: CachePages, devices: Iterable[DeviceMemory]) -> KvCacheAnswer:
+        sizes = {
+            "bytes": pages.kept,
+            "used_bytes": pages.used,
+            "smallest_bytes": max(1, pages.needed),
+            "largest_bytes": min(pages.total, pages.kept + free_bytes(devices) // pages.page_bytes),
+            "full_bytes": pages.total,
+        }
+        return KvCacheAnswer(
+            **{name: count * pages.page_bytes for name, count in sizes.items()},
+            limit_bytes=self._limit,
+            tokens=pages.kept * pages.page_tokens,
+            page_bytes=pages.page_bytes,
+            page_tokens=pages.page_tokens,
+            recomputed=pages.recomputed,
+        )
+
 
 def free_bytes(devices: Iterable[DeviceMemory]) -> int:
     """Return what each of the devices has free."""
     return min((each.total_bytes - each.used_bytes for each in devices), default=0)
-
-
-def _answer(pages: CachePages, devices: Iterable[DeviceMemory]) -> KvCacheAnswer:
-    sizes = {
-        "bytes": pages.kept,
-        "used_bytes": pages.used,
-        "smallest_bytes": max(1, pages.needed),
-        "largest_bytes": min(pages.total, pages.kept + free_bytes(devices) // pages.page_bytes),
-        "full_bytes": pages.total,
-    }
-    return KvCacheAnswer(
-        **{name: count * pages.page_bytes for name, count in sizes.items()},
-        tokens=pages.kept * pages.page_tokens,
-        page_bytes=pages.page_bytes,
-        page_tokens=pages.page_tokens,
-        recomputed=pages.recomputed,
-    )
 
 
 def _pages(asked: ResizeKvCache, now: CachePages) -> int:

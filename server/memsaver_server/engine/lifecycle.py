@@ -22,6 +22,7 @@ from functools import partial
 
 from memsaver_core.contract import errors
 from memsaver_core.contract.phases import Phase
+from memsaver_core.contract.policies import keeps_any
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import DrainMode, Release, ResizeKvCache, Resume
 from memsaver_core.contract.status import Status, TagStatus
@@ -93,6 +94,9 @@ class Lifecycle:
         self._verification = Verification(engine, self._admission, self.memory, settings)
         #: ``ElasticCache.fit``, if the engine can resize its KV cache.
         self.fit_cache: Callable[[Callable[[], OperationReport]], OperationReport] | None = None
+        #: Those of a ``Balancer``, if the KV cache balances itself.
+        self.release_cache: Callable[[Callable[[], OperationReport]], OperationReport] = lambda work: work()
+        self.ask_for_memory: Callable[[int], None] = lambda needed_bytes: None
 
     def start(self, request: Release | Resume, *, key: str | None = None, client: str = "") -> Operation:
         """Begin a release or a resume, or join the one in flight; returns at once.
@@ -144,8 +148,9 @@ class Lifecycle:
                     with log.phase(Phase.CHECK):
                         self.memory.check_release(asked)
                     operation.hold()
+                work = partial(self.memory.release, asked, log=log)
                 try:
-                    return operation.moved(self.memory.release(asked, log=log))
+                    return operation.moved(self.release_cache(work) if _gives_up_cache(asked, before) else work())
                 finally:
                     self._note_released(request, asked, before)
         except BaseException:
@@ -239,8 +244,11 @@ class Lifecycle:
         while True:
             self._take_between_updates(operation, log)
             try:
+                self.ask_for_memory(0)  # before it has it: others would give as much again
                 return work()
             except errors.OutOfDeviceMemoryError as short:
+                if operation.request.operation == "resume":
+                    self.ask_for_memory(short.needed_bytes)
                 if clock.monotonic() >= deadline:
                     raise
                 device, needed_bytes = short.device, short.needed_bytes
@@ -506,3 +514,9 @@ class Lifecycle:
         resumed = released - released_tags(self.status_of(request))
         self._admission.resumed(resumed)
         self._implicit -= resumed
+
+
+def _gives_up_cache(request: Release, tags: Iterable[TagStatus]) -> bool:
+    """Whether the release takes the KV cache, and its content is not kept."""
+    cache = [tag for tag in tags if tag.tag in ResizeKvCache.tags and (not request.tags or tag.tag in request.tags)]
+    return any(tag.resident_bytes and not keeps_any(request.restore.get(tag.tag, tag.restore)) for tag in cache)

@@ -21,6 +21,7 @@ class Gpu:
 
     free_bytes: int
     needs: dict[str, int] = field(default_factory=dict)  # by name of the engine
+    elastic: bool = False  # one of them can come back with a smaller KV cache
 
     @property
     def is_short(self) -> bool:
@@ -28,9 +29,10 @@ class Gpu:
 
     def shortage(self, uuid: str) -> str:
         each = ", ".join(f"{name} {size}" for name, size in sorted(self.needs.items()))
+        smaller = ', or send "fleet_mode": "best_effort" with "kv_cache": "shrink"' if self.elastic else ""
         return (
             f"GPU {uuid}: {sum(self.needs.values())} bytes are needed ({each}), {self.free_bytes} are free. "
-            "Free memory there, or select fewer engines"
+            f"Free memory there, or select fewer engines{smaller}"
         )
 
 
@@ -80,6 +82,7 @@ def add_needs(gpus: dict[str, Gpu], name: str, now: OccupationAnswer, rooms: Ite
             gpu = gpus.setdefault(uuids[room.index], Gpu(room.free_bytes))
             gpu.free_bytes = min(gpu.free_bytes, room.free_bytes)
             gpu.needs[name] = room.needed_bytes
+            gpu.elastic |= now.kv_cache is not None
 
 
 def _refuse(uuid: str, gpu: Gpu, parts: Sequence[Part]) -> None:

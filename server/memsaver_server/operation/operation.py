@@ -26,6 +26,8 @@ from memsaver_server.threads import on_this_loop
 
 logger = logging.getLogger("memsaver")
 
+#: The client of the resizes by which KV caches balance themselves. Those of other callers do not wait for them.
+BALANCER = "memsaver-balance"
 #: Who cancels an operation whose lease has ended.
 LEASE_END = "the end of its lease"
 #: Drain modes, the weakest first.
@@ -251,7 +253,7 @@ class Operation:
     def expedite(self, request: Asked, client: str) -> None:
         """Overtake its drain, as ``request`` of ``client`` waits behind it. A resize that still waits is cancelled."""
         with self.changed:
-            if self.request.operation == "resize" != request.operation:
+            if self.request.operation == "resize" and (request.operation != "resize" or self.client == BALANCER):
                 with suppress(errors.TooLateToCancelError):
                     self.cancel(f"a {request.operation} of {client}")
                 return

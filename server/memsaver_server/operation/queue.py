@@ -19,7 +19,7 @@ from memsaver_core.contract.requests import Asked
 from memsaver_core.phases import PhaseLog
 from memsaver_server.heap_reserve import reserved_heap
 from memsaver_server.operation.history import History, Keys
-from memsaver_server.operation.operation import Moved, Operation, tag_list
+from memsaver_server.operation.operation import BALANCER, Moved, Operation, tag_list
 from memsaver_server.operation.table import ENGINE
 from memsaver_server.threads import start_thread
 
@@ -183,7 +183,7 @@ def conflicts(request: Asked, other: Operation) -> bool:
     if other.blocks_others:
         return True
     if other.request.operation == "resize":  # equal ones are one; it gives way to other operations
-        return request.operation == "resize"
+        return request.operation == "resize" and other.client != BALANCER
     if request.operation == other.request.operation:
         return False
     return not request.tags or not other.request.tags or not set(request.tags).isdisjoint(other.request.tags)
