@@ -144,7 +144,7 @@ class FleetController:
         if opposed is not None and not asked.wait:
             raise errors.ConflictError(
                 f"cannot {asked.operation}: {opposed.request.operation} {opposed.id} of the fleet is in progress "
-                'on some of these engines. Try again when it is done, or send "wait": true'
+                f"on some of these engines. Try again when it is done{errors.OR_WAIT}"
             )
         origin: results.Origin = "turns" if client == TURNS else "caller"
         return self._fleet.start(FleetOperation.of(asked, key or "", client, origin))
