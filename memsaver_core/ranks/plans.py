@@ -10,7 +10,7 @@ import memsaver_core as ms
 from memsaver_core import _native, communicators, disk, hibernation, process
 from memsaver_core.contract.errors import OutOfDeviceMemoryError, OutOfHostMemoryError
 from memsaver_core.contract.policies import COMMUNICATORS, keeps_any
-from memsaver_core.contract.reports import DeviceRoom, PlannedTag, Room
+from memsaver_core.contract.reports import DeviceRoom, DiskRoom, PlannedTag, Room
 from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_core.contract.status import DeviceMemory, Status, TagStatus
 from memsaver_core.ranks.protocol import Plan
@@ -91,15 +91,16 @@ def planned_release(tag: TagStatus, request: MemoryRequest) -> PlannedTag:
     )
 
 
-def backup_rooms(tags: Iterable[PlannedTag], status: Status) -> tuple[Room, Room]:
+def backup_rooms(tags: Iterable[PlannedTag], status: Status) -> tuple[Room, DiskRoom]:
     """Return what the backups of a release need of host memory and of disk, and what is free there. What others have in
     the shared store is not needed again, which shows only while content is saved."""
     needed: Counter[str] = Counter()
     for tag in tags:
         needed["file" if tag.restore == "file" else "host"] += tag.backup_bytes
-    free = status.host_backup.room_bytes(_native.available_memory_bytes())
-    on_disk = disk.free_bytes() if needed["file"] else 0
-    return Room(needed_bytes=needed["host"], free_bytes=free), Room(needed_bytes=needed["file"], free_bytes=on_disk)
+    host = Room(needed_bytes=needed["host"], free_bytes=status.host_backup.room_bytes(_native.available_memory_bytes()))
+    if not needed["file"]:
+        return host, DiskRoom(needed_bytes=0, free_bytes=0)
+    return host, DiskRoom(needed_bytes=needed["file"], free_bytes=disk.free_bytes(), disk=disk.number())
 
 
 def device_rooms(tags: Iterable[TagStatus], status: Status, devices: Iterable[DeviceMemory]) -> list[DeviceRoom]:

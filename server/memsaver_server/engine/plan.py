@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from memsaver_core.contract.errors import MemsaverError
 from memsaver_core.contract.phases import Phase
-from memsaver_core.contract.reports import DeviceRoom, PlanAnswer, PlannedTag, Room
+from memsaver_core.contract.reports import DeviceRoom, DiskRoom, PlanAnswer, PlannedTag, Room
 from memsaver_core.contract.requests import Asked, OperationName, Release, ResizeKvCache, Resume, Verb
 from memsaver_core.contract.status import DeviceMemory, Status, TagStatus
 from memsaver_core.ranks.plans import backup_rooms, device_rooms, planned_release
@@ -21,6 +21,7 @@ from memsaver_server.operation.operation import Operation
 from memsaver_server.operation.queue import conflicts
 
 _NO_ROOM = Room(needed_bytes=0, free_bytes=0)
+_NO_DISK = DiskRoom(needed_bytes=0, free_bytes=0)
 
 
 def plan_release(lifecycle: Lifecycle, request: Release) -> PlanAnswer:
@@ -78,7 +79,7 @@ def plan_answer(
     blockers: list[str],
     devices: Sequence[DeviceRoom] = (),
     host: Room = _NO_ROOM,
-    file: Room = _NO_ROOM,
+    file: DiskRoom = _NO_DISK,
 ) -> PlanAnswer:
     """Return the plan of an operation that ``does`` this (empty: nothing), unless there are ``blockers``, or one of the
     ``devices`` has too little room."""
