@@ -13,7 +13,7 @@ from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.reports import DeviceRoom, DiskRoom, PlanAnswer, PlannedTag, Room
 from memsaver_core.contract.requests import Asked, OperationName, Release, ResizeKvCache, Resume, Verb
 from memsaver_core.contract.status import DeviceMemory, Status, TagStatus
-from memsaver_core.ranks.plans import backup_rooms, device_rooms, planned_release
+from memsaver_core.ranks.plans import backup_rooms, device_rooms, most_for, planned_release
 from memsaver_server.engine.admission import failed_for_good
 from memsaver_server.engine.lifecycle import Lifecycle, Snapshot
 from memsaver_server.engine.tag_selection import keeps_content, narrowed, needs_writing
@@ -36,8 +36,8 @@ def plan_release(lifecycle: Lifecycle, request: Release) -> PlanAnswer:
     blockers = list(_blockers(lifecycle, now, request))
     if request.hibernate and now.status.enabled:
         blockers += memory.hibernation_obstacles()
-    if host.is_short and now.status.host_backup.shared_store is None:
-        blockers.append(f"host memory: the backup may need {host.needed_bytes} bytes, {host.free_bytes} are free")
+    if host.needed_bytes > (most := most_for(host, now.status)):
+        blockers.append(f"host memory: the backup may need {host.needed_bytes} bytes, {most} are free")
     if file.is_short:
         blockers.append(f"disk: the backup may need {file.needed_bytes} bytes, {file.free_bytes} are free")
     return plan_answer("release", _does("release", tags), tags, blockers, host=host, file=file)
