@@ -106,7 +106,7 @@ class AsyncFleet:
         self.roster = Roster(membership, self._locks, self._coordinator)
         self._hub = Hub()
         self.history: History[FleetOperation] = History(_HISTORY)
-        #: Called with each operation that has ended, unless it only repeated another one.
+        #: Called with each operation that has ended, unless that only repeats a success.
         self.on_ended: Callable[[FleetOperation], None] = lambda _: None
         self._recovering = asyncio.Lock()
         self._left: dict[str, Running] | None = None  # what another coordinator had begun, once that is known
@@ -312,7 +312,7 @@ class AsyncFleet:
             operation.conclude(None, error)
             raise
         finally:
-            if not operation.repeated:
+            if not (operation.repeated and operation.status == "succeeded"):
                 self.on_ended(operation)
             self.history.forget()
 
