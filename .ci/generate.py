@@ -103,6 +103,7 @@ def _typed_dict(model: type[Fields], otherwise: set[str]) -> str:
     lines = [f"    {name}: {_annotation(of)} | None" for name, of in types.items()]
     if model in (Release, Resume):
         lines.append("    selector: Mapping[str, object] | None  # at a coordinator")
+        lines.append("    key: str | None  # the Idempotency-Key; by default a new one")
     return "\n".join([f"class {model.__name__}Keywords(TypedDict, total=False):", *lines]) + "\n"
 
 

@@ -29,6 +29,14 @@ def free_bytes() -> int:
     return free + (0 if _held is None else os.fstat(_held.fileno()).st_size)
 
 
+def number() -> int:
+    """Return the number of the file system for backups in files on this host; 0 if their folder cannot be used."""
+    try:
+        return os.stat(process.settings().file_dir).st_dev
+    except OSError:
+        return 0
+
+
 def full(needed: int, free: int) -> DiskFullError:
     return DiskFullError(
         f"the backups need {needed} bytes on the file system of {process.settings().file_dir}, and {free} are free; "

@@ -192,6 +192,10 @@ class VerificationUnavailableError(MemsaverError, kind="verification_unavailable
 # -- of operations --------------------------------------------------------------------------------------------------
 
 
+#: What a conflict advises to who has not done so; a coordinator cannot, at its engines.
+OR_WAIT = ', or send "wait": true'
+
+
 class ConflictError(MemsaverError, kind="conflict", status=409, retry_after_s=RETRY_AFTER_S):
     """Another operation would undo the one that is requested, or is prepared and has to end first."""
 

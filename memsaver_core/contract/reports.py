@@ -133,6 +133,10 @@ class DeviceRoom(Room):
     index: int
 
 
+class DiskRoom(Room):
+    disk: int = Field(default=0, description="The number of the file system on its host; 0 if nothing is needed.")
+
+
 class PlannedTag(Model):
     """A tag in a dry run: ``bytes`` of device memory, and ``backup_bytes`` that its backup is expected to take more."""
 
@@ -154,7 +158,7 @@ class PlanAnswer(Model):
     operation: OperationName
     tags: tuple[PlannedTag, ...]
     host: Room
-    file: Room
+    file: DiskRoom
     devices: tuple[DeviceRoom, ...]
     blockers: tuple[str, ...]
     ignored: Ignored = ()

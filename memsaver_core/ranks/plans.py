@@ -10,7 +10,7 @@ import memsaver_core as ms
 from memsaver_core import _native, communicators, disk, hibernation, process
 from memsaver_core.contract.errors import OutOfDeviceMemoryError, OutOfHostMemoryError
 from memsaver_core.contract.policies import COMMUNICATORS, keeps_any
-from memsaver_core.contract.reports import DeviceRoom, PlannedTag, Room
+from memsaver_core.contract.reports import DeviceRoom, DiskRoom, PlannedTag, Room
 from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_core.contract.status import DeviceMemory, Status, TagStatus
 from memsaver_core.ranks.protocol import Plan
@@ -36,13 +36,14 @@ def plan_release(request: MemoryRequest, *, exact: bool = False, hold: bool = Fa
     tags, status = _look(request.tags)
     check_backups(tags, request.restore)
     host, file = backup_rooms([planned_release(tag, request) for tag in tags], status)
-    needed = _to_fit(host.needed_bytes, 0 if exact else host.free_bytes)
-    if needed > host.free_bytes and status.host_backup.shared_store is None:
+    most = most_for(host, status)
+    needed = _to_fit(host.needed_bytes, 0 if exact else most)
+    if needed > most:
         raise OutOfHostMemoryError(
-            f"the backups need {needed} bytes of host memory, and {host.free_bytes} may be used; release fewer tags, "
+            f"the backups need {needed} bytes of host memory, and {most} may be used; release fewer tags, "
             "discard some, or raise MEMSAVER_HOST_BACKUP_LIMIT",
             needed,
-            host.free_bytes,
+            most,
         )
     if (on_disk := _to_fit(file.needed_bytes, file.free_bytes)) > file.free_bytes:
         raise disk.full(on_disk, file.free_bytes)
@@ -91,15 +92,23 @@ def planned_release(tag: TagStatus, request: MemoryRequest) -> PlannedTag:
     )
 
 
-def backup_rooms(tags: Iterable[PlannedTag], status: Status) -> tuple[Room, Room]:
+def backup_rooms(tags: Iterable[PlannedTag], status: Status) -> tuple[Room, DiskRoom]:
     """Return what the backups of a release need of host memory and of disk, and what is free there. What others have in
     the shared store is not needed again, which shows only while content is saved."""
     needed: Counter[str] = Counter()
     for tag in tags:
         needed["file" if tag.restore == "file" else "host"] += tag.backup_bytes
-    free = status.host_backup.room_bytes(_native.available_memory_bytes())
-    on_disk = disk.free_bytes() if needed["file"] else 0
-    return Room(needed_bytes=needed["host"], free_bytes=free), Room(needed_bytes=needed["file"], free_bytes=on_disk)
+    host = Room(needed_bytes=needed["host"], free_bytes=status.host_backup.room_bytes(_native.available_memory_bytes()))
+    if not needed["file"]:
+        return host, DiskRoom(needed_bytes=0, free_bytes=0)
+    return host, DiskRoom(needed_bytes=needed["file"], free_bytes=disk.free_bytes(), disk=disk.number())
+
+
+def most_for(host: Room, status: Status) -> int:
+    """Return how many bytes of backups may be there after a release: in a shared store what others have may be the
+    same, or give way, so that only more than the whole store has surely no room."""
+    store = status.host_backup.shared_store
+    return host.free_bytes if store is None else store.limit_bytes
 
 
 def device_rooms(tags: Iterable[TagStatus], status: Status, devices: Iterable[DeviceMemory]) -> list[DeviceRoom]:

@@ -220,8 +220,9 @@ class Controller(Protocol[OperationT]):
 def accepted(operation: Operation) -> Answer:
     """Return the answer to a caller who does not wait."""
     verb, location = operation.request.operation, f"/operations/{operation.id}"
+    now = f"has ended: {operation.status}" if operation.has_ended else "continues in the background"
     answer = reports.AcceptedAnswer(
-        message=f"{verb} {operation.id} continues in the background",
+        message=f"{verb} {operation.id} {now}",
         operation=verb,
         operation_id=operation.id,
         status=operation.status,

@@ -224,15 +224,15 @@ def test_a_long_operation_shows_on_a_terminal_where_it_is() -> None:
         assert "nothing to release" in terminal.shown
 
 
-@pytest.mark.parametrize("on_terminal", [False, True])
+@pytest.mark.parametrize(("on_terminal", "options"), [(False, ()), (True, ()), (False, ("--prepare",))])
 @pytest.mark.guards("nobody could cancel an operation that waited")
-def test_ctrl_c_cancels(on_terminal: bool) -> None:
+def test_ctrl_c_cancels(on_terminal: bool, options: tuple[str, ...]) -> None:
     """What has not begun to move memory; stderr says so, and the engine serves."""
     gate = Gate()
     with (
         attach(gate) as attachment,
         Client(attachment.url) as client,
-        Terminal("release", "--url", attachment.url, on_terminal=on_terminal) as terminal,
+        Terminal("release", *options, "--url", attachment.url, on_terminal=on_terminal) as terminal,
         gate.request(),
     ):
         terminal.start()

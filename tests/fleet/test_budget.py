@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import memsaver_core as ms
+from memsaver_core import disk
 from memsaver_server.fleet import Fleet, FleetResult
 from tests.waiting import wait_until
 
@@ -65,6 +66,17 @@ def test_a_dry_run_names_what_does_not_fit_together(sites: Sites, trainer: Train
             assert any(f"{6 * MIB} bytes are needed" in each for each in plan["blockers"]) == found
         trainer.end()
         assert http.post("/resume_memory_occupation", json={"dry_run": True}).json()["blockers"] == []
+
+
+def test_a_dry_run_adds_up_what_engines_need_of_a_disk(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "free_bytes", lambda: 5 * MIB // 2)  # enough for each
+    with served([site.member for site in sites.values()]) as http:
+        for policy, blockers in (("file", 1), ("host", 0)):
+            asked = {"dry_run": True, "restore": {"weights": policy}}
+            found = http.post("/release_memory_occupation", json=asked).json()["blockers"]
+            assert len(found) == blockers
+        asked = {"dry_run": True, "restore": {"weights": "file"}, "selector": {"names": ["a"]}}
+        assert http.post("/release_memory_occupation", json=asked).json()["blockers"] == []
 
 
 def test_best_effort_resumes_in_turn_what_fits(fleet: Fleet, sites: Sites, trainer: Trainer) -> None:

@@ -162,4 +162,5 @@ def test_commands_at_a_coordinator(sites: Sites) -> None:
         assert re.search(r"c +no answer", at("status")[1])
         code, output = at("top")
         assert (code, bool(re.search(r"c +no answer", output))) == (3, True)
+        assert at("release", "--dry-run")[0] == 3
         assert json.loads(at("status", "--json")[1])["engines"][2]["alive"] is False

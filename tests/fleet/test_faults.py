@@ -276,6 +276,18 @@ def test_an_undo_does_not_need_the_record(coordinate: Callable[..., Fleet], site
     assert [int(site.engine.kv.min()) for site in sites.values()] == [7, 7, 7]
 
 
+def test_an_engine_that_dies_after_its_commit_is_no_success(coordinate: Callable[..., Fleet], sites: Sites) -> None:
+    """It counted as released, and the operation as a success."""
+    record = Moments()
+    lost = lambda: sites["b"].wire.on("GET /memory_occupation", "reset", times=2)  # noqa: E731
+    record.at("committing", lost)
+    result = coordinate(record=record).release(operation_id="one")
+    assert [(engine.name, engine.kind, engine.state) for engine in result.failed] == [("b", "unreachable", "unknown")]
+    assert "b failed while committing: no answer" in result.message
+    assert [wanted.state for wanted in asyncio.run(record.load()).wanted] == ["released"]
+    assert all(site.is_released for site in sites.values())
+
+
 def test_what_another_has_undone_on_all_engines_is_not_wanted(coordinate: Callable[..., Fleet], sites: Sites) -> None:
     """While one coordinator commits, all is moved back, as another one with its record does."""
     record = Moments()

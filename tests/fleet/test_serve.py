@@ -123,6 +123,33 @@ def test_an_engine_that_cannot_be_woken_is_passed_over(sites: Sites) -> None:
                 site.engine.memory.heal()
 
 
+def test_a_repeat_is_told_what_became_of_the_first(sites: Sites, tmp_path: Path) -> None:
+    """It "continues in the background". And after a restart it was a second success in the audit log."""
+    audit, record = tmp_path / "audit.log", MemoryRecord()
+    asked = {"operation_id": "one", "async": True}
+    for _ in range(2):
+        with served([site.member for site in sites.values()], record=record, audit_file=str(audit)) as http:
+            http.post("/release_memory_occupation", json={"operation_id": "one"}).raise_for_status()
+            again = http.post("/release_memory_occupation", json=asked).json()
+            assert (again["status"], again["message"]) == ("succeeded", "release one has ended: succeeded")
+    (line,) = audit.read_text().splitlines()
+    assert json.loads(line)["outcome"] == "success"
+
+
+def test_advice_is_what_helps(fleet: httpx.Client, sites: Sites) -> None:
+    """An engine advised to wait, which its coordinator does not."""
+    sites["a"].http.post("/release_memory_occupation", json={"prepare": True}).raise_for_status()
+    refused = fleet.post("/release_memory_occupation", json={"wait": True})
+    assert refused.status_code == 409
+    assert "Try again when it is done. All engines are as before" in refused.json()["message"]
+
+
+def test_a_query_names_one_model(fleet: httpx.Client) -> None:
+    for path in ("/flush_cache", "/v1/completions"):
+        refused = fleet.post(f"{path}?model=a&model=b", json={})
+        assert (refused.status_code, "it has 'model' more than once" in refused.json()["message"]) == (400, True)
+
+
 # -- clients of the contract ------------------------------------------------------------------------------------------
 
 

@@ -59,7 +59,7 @@ CLIENT: tuple[tuple[Call, ...], ...] = (
     (("resume", (), {"verify": "everything"}),),
     (("start_release", (["kv_cache"],), {"mode": "abort", "trim": True}),),
     (("start_resume", (["kv_cache"],), {"wait_for_memory_s": 1.5, "wait": True, "verify": None}),),
-    (("start_release", (), {"prepare": True}),),
+    (("start_release", (), {"dry_run": True}),),
     (("occupation", (), {}), ("operations", (), {}), ("ready", (), {}), ("alive", (), {})),
     (("release", (["kv_cache"],), {}), ("operation", ("ID",), {}), ("events", ("ID",), {}), ("cancel", ("ID",), {})),
     (("operation", ("none",), {}), ("events", ("none",), {}), ("cancel", ("none",), {})),

@@ -20,6 +20,7 @@ _FIGURES = {
     "unused_bytes",
     "target_bytes",
     "pid",
+    "disk",
     "fd",
     "mark",
 }

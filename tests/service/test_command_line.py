@@ -66,6 +66,8 @@ def test_two_phases(memsaver: Run, http: httpx.Client, verb: str) -> None:
     assert memsaver(verb, operation, "--key", key)[0] == 0
     assert state(http) == ("released" if verb == "commit" else "resident")
     assert "prepared:" not in memsaver("status")[1]
+    for options in ((), ("--json",)):  # a failure has an exit code here, too
+        assert memsaver("watch", operation, *options)[0] == (0 if verb == "commit" else 1)
 
 
 def test_what_only_a_coordinator_does_is_refused_by_name(memsaver: Run, http: httpx.Client) -> None:

@@ -164,6 +164,18 @@ def test_prepare_and_dry_run_see_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.guards("an operation waited forever, and nothing said why")
+def test_prepare_and_dry_run_see_the_limit_of_a_shared_store() -> None:
+    """What is more than the whole store has; the commit failed."""
+    own = {"MEMSAVER_SHARED_BACKUPS": f"small-{os.getpid()}", "MEMSAVER_HOST_BACKUP_LIMIT": str(16 * MIB)}
+    with Program(**ENVIRONMENT, **own, MEMSAVER_PACK="off") as program, client(program) as http:
+        for restore, fits in ((KEPT, False), ({"restore": {"weights": "host"}}, True)):
+            plan = http.post("/release_memory_occupation", json={**restore, "dry_run": True}).json()
+            assert any("host memory" in each for each in plan["blockers"]) != fits
+            prepared = http.post("/release_memory_occupation", json={**restore, "prepare": True})
+            assert prepared.status_code == (200 if fits else 507)
+            assert fits or is_untouched(http)
+
+
 def test_descriptors_run_out() -> None:
     """Open connections are answered, a release is refused if it needs a descriptor, and a resume needs none; with
     descriptors again everything works."""

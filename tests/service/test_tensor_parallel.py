@@ -421,13 +421,14 @@ def test_a_frozen_rank_does_not_keep_the_service() -> None:
 
 
 def test_ranks_end_with_the_service() -> None:
-    """Also if it is killed: none is left behind with its memory."""
+    """Also if it is killed, and they are stopped: none is left behind with its memory."""
     with serving(*TWO_RANKS) as server:
         with httpx.Client(base_url=server.url, timeout=600, verify=False) as http:
             assert http.post("/generate", json=PROMPT).status_code == 200
             service, rank = (each["pid"] for each in http.get("/memory_occupation").json()["ranks"])
         assert service == server.process.pid
         ended = os.pidfd_open(rank)
+        os.kill(rank, signal.SIGSTOP)
         server.process.kill()
         wait_until(lambda: select.select([ended], [], [], 0)[0])
         os.close(ended)

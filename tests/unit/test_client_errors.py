@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import httpx
 import pytest
 
 from memsaver_server.cli.connection import exit_code_for
@@ -9,6 +12,7 @@ from memsaver_server.cli.options import ExitCode
 from memsaver_server.client import (
     AnswerError,
     Client,
+    ClientError,
     ConflictError,
     DeviceMemoryError,
     DrainDeadlineError,
@@ -64,6 +68,44 @@ def test_an_answer_that_is_not_ours_is_an_error_all_the_same(answer: object) -> 
     assert type(raised) is AnswerError
     assert raised.kind == ""
     assert str(raised)
+
+
+@pytest.mark.parametrize("call", [Client.occupation, Client.generate, lambda client: client.plan("release")])
+@pytest.mark.parametrize(("content", "encoding"), [(b"5", ""), (b"[1]", ""), (b'"x"', ""), (b"no gzip", "gzip")])
+def test_an_answer_that_cannot_be_read_is_a_client_error(
+    call: Callable[[Client], object], content: bytes, encoding: str
+) -> None:
+    with answered(content, encoding) as client, pytest.raises(ClientError):
+        call(client)
+
+
+@pytest.mark.parametrize(
+    ("content", "encoding", "why"),
+    [
+        (b'event: done\ndata: {"succ', "", "'done' cannot be read"),
+        (b"event: done\ndata: {nope}\n\n", "", "'done' cannot be read"),
+        (b'event: phase\ndata: {"name": "drain"}\n\n', "", "ended before the operation did"),
+        (b"<html>Bad Gateway</html>", "", "ended before the operation did"),
+        (b"no gzip", "gzip", "no answer"),
+    ],
+)
+def test_events_that_do_not_end_with_the_operation_are_a_client_error(content: bytes, encoding: str, why: str) -> None:
+    with answered(content, encoding) as client, pytest.raises(ClientError, match=why):
+        list(client.events("some"))
+
+
+def test_figures_that_are_no_numbers_are_none() -> None:
+    raised = error_for(503, body("out_of_device_memory", needed_bytes="many", free_bytes=[], held_bytes="x"), "", None)
+    assert (raised.needed_bytes, raised.free_bytes, raised.held_bytes) == (0, 0, None)
+
+
+def answered(content: bytes, encoding: str) -> Client:
+    """A client of a service that answers everything by this."""
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, headers={"Content-Encoding": encoding}, content=iter([content]))
+
+    return Client(transport=httpx.MockTransport(answer), attempts=1)
 
 
 def test_no_answer_names_the_address() -> None:

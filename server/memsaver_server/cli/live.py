@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from memsaver_server.cli.connection import connected
+from memsaver_server.cli.connection import connected, exit_code_for
 from memsaver_server.cli.options import Connection, ExitCode, Interval, Json, grouped
 from memsaver_server.cli.tables import (
     Cell,
@@ -33,8 +33,9 @@ from memsaver_server.cli.units import format_bytes, format_delta, format_seconds
 from memsaver_server.client.errors import ClientError, error_for
 
 if TYPE_CHECKING:
-    from memsaver_core.contract.reports import PhaseReport
+    from memsaver_core.contract.reports import PhaseReport, PreparedAnswer
     from memsaver_server.client import AcceptedAnswer, Client, OperationAnswer, OperationStatusAnswer
+    from memsaver_server.client.errors import AnswerError
 
 _POLL_S = 0.25
 #: The first interval at which a started operation is asked for, which doubles up to the longest, seconds.
@@ -52,14 +53,16 @@ def watch(
     connection: Connection,
     as_json: Json = False,
 ) -> None:
-    """Follow operations phase by phase; ends with the operation, or with Ctrl-C.
+    """Follow operations phase by phase; ends with the operation, and its exit code, or with Ctrl-C.
 
     With --json each event is a line of JSON.
     """
     console = make_console()
     with connected(connection, as_json=as_json) as client:
         try:
-            for operation in [operation_id] if operation_id else _new_operations(client):
+            if operation_id:
+                raise typer.Exit(_follow(client, operation_id, console, as_json))
+            for operation in _new_operations(client):
                 _follow(client, operation, console, as_json)
         except KeyboardInterrupt:
             raise typer.Exit from None
@@ -91,13 +94,14 @@ def _new_operations(client: Client) -> Iterator[str]:
         time.sleep(_POLL_S)
 
 
-def _follow(client: Client, operation_id: str, console: Console, as_json: bool) -> None:
+def _follow(client: Client, operation_id: str, console: Console, as_json: bool) -> ExitCode:
+    """Show an operation until it has ended; return the exit code of a command that had waited for it."""
     from memsaver_core.contract.reports import PhaseReport, ProgressAnswer, Stall
 
     if as_json:
         for event in client.events(operation_id):
             typer.echo(json.dumps({"operation_id": operation_id, "event": event.name, "data": event.data}))
-        return
+        return _exit_code(client.operation(operation_id))
     about = client.operation(operation_id)
     asked = "all tags" if about.tags is None else " ".join(about.tags)
     head = (f"{about.operation} {operation_id}", "bold")
@@ -113,7 +117,19 @@ def _follow(client: Client, operation_id: str, console: Console, as_json: bool) 
                 spinner.update(f"{stall.phase}: no progress for {format_seconds(stall.seconds)}")
             elif event.name == "phase_done":
                 console.print(_phase_line(PhaseReport.model_validate(event.data)))
-    console.print(outcome_view(client.operation(operation_id)))
+    ended = client.operation(operation_id)
+    console.print(outcome_view(ended))
+    return _exit_code(ended)
+
+
+def _exit_code(ended: OperationStatusAnswer) -> ExitCode:
+    return ExitCode.OK if ended.status == "succeeded" else exit_code_for(_failure(ended))
+
+
+def _failure(ended: OperationStatusAnswer) -> AnswerError:
+    """Return the error that its callers got."""
+    body = ended.answer.model_dump() if ended.answer else {}
+    return error_for(body.get("error", {}).get("status", 500), body, "", None)
 
 
 def _phase_line(phase: PhaseReport) -> Text:
@@ -179,7 +195,19 @@ def until_ended(client: Client, start: Callable[[], AcceptedAnswer]) -> Operatio
         return _poll(client, accepted)
     except KeyboardInterrupt:
         if accepted is not None:
-            typer.echo(f"memsaver: {_cancel(client, accepted.operation_id)}", err=True)
+            _say_cancelled(client, accepted.operation_id)
+        raise typer.Exit(int(ExitCode.INTERRUPTED)) from None
+
+
+def until_prepared(
+    client: Client, prepare: Callable[[], PreparedAnswer], start: Callable[[], AcceptedAnswer]
+) -> PreparedAnswer:
+    """Return the answer of ``prepare``; ``start`` is the same call, with the same key, in the background. Raises as
+    ``until_ended``: Ctrl-C leaves nothing prepared."""
+    try:
+        return prepare()
+    except KeyboardInterrupt:  # the call may be on its way yet, its answer may be
+        _say_cancelled(client, start().operation_id)
         raise typer.Exit(int(ExitCode.INTERRUPTED)) from None
 
 
@@ -214,8 +242,7 @@ def _poll(client: Client, accepted: AcceptedAnswer) -> OperationAnswer:
             if isinstance(now.answer, OperationAnswer):
                 return now.answer
             if now.answer is not None:
-                body = now.answer.model_dump()
-                raise error_for(body["error"].get("status", 500), body, "", None)
+                raise _failure(now)
             _check_stall(client, now)
             if console.is_terminal and time.monotonic() >= draws_at:
                 live.start()
@@ -239,13 +266,14 @@ def _check_stall(client: Client, now: OperationStatusAnswer) -> None:
         raise error_for(504, {"message": message, "error": {"type": "phase_timeout"}}, "", None)
 
 
-def _cancel(client: Client, operation_id: str) -> str:
-    """Cancel the operation unless other callers wait for it, too; return what became of it."""
+def _say_cancelled(client: Client, operation_id: str) -> None:
+    """Cancel the operation unless other callers wait for it, too; stderr says what became of it."""
     try:
         now = client.operation(operation_id)
-        if now.callers > 1:
-            return f"{now.operation} {operation_id} answers other calls, too, and continues"
-        ended = client.cancel(operation_id)
+        said = f"{now.operation} {operation_id} answers other calls, too, and continues"
+        if now.callers == 1:
+            ended = client.cancel(operation_id)
+            said = ended.answer.message if ended.answer else ended.status
     except ClientError as error:
-        return str(error)
-    return ended.answer.message if ended.answer else ended.status
+        said = str(error)
+    typer.echo(f"memsaver: {said}", err=True)

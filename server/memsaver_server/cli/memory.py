@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
+from uuid import uuid4
 
 import typer
 
 from memsaver_server.cli.connection import connected, size_of, sizes_as_asked
-from memsaver_server.cli.live import outcome_view, until_ended
+from memsaver_server.cli.live import outcome_view, until_ended, until_prepared
 from memsaver_server.cli.options import Connection, ExitCode, Json, Tags, grouped
 from memsaver_server.cli.request_options import Release, ResizeKvCache, Resume, Selector
 from memsaver_server.cli.tables import all_answer, kv_cache_view, operation_view, said_view, show, status_view
 
 if TYPE_CHECKING:
-    from memsaver_core.contract.reports import AcceptedAnswer
+    from memsaver_core.contract.reports import AcceptedAnswer, PreparedAnswer
     from memsaver_core.contract.requests import OperationName
 
 
@@ -64,18 +65,20 @@ def _operate(
             show(plan, partial(said_view, hint="\n".join(plan.blockers)), as_json=as_json)
             raise typer.Exit(ExitCode.FAILED if plan.blockers else ExitCode.OK)
         if prepare:
-            prepared = (client.release if name == "release" else client.resume)(*tags, prepare=True, **given)
-            of = f"{prepared.operation_id} --key {client.key_of(prepared.operation_id)}"
-            hint = f"do it with: memsaver commit {of}\nundo it with: memsaver abort {of}"
-            show(prepared, partial(said_view, hint=hint), as_json=as_json)
-            return
+            given |= {"prepare": True, "key": uuid4().hex}
         starts: dict[OperationName, Callable[..., AcceptedAnswer]] = {
             "release": client.start_release,
             "resume": client.start_resume,
             "resize": client.start_resize_kv_cache,
         }
         start = partial(starts[name], *tags, **given)
-        if in_background:
+        if prepare:
+            ask: Callable[..., PreparedAnswer] = client.release if name == "release" else client.resume
+            prepared = until_prepared(client, partial(ask, *tags, **given), start)
+            of = f"{prepared.operation_id} --key {given['key']}"
+            hint = f"do it with: memsaver commit {of}\nundo it with: memsaver abort {of}"
+            show(prepared, partial(said_view, hint=hint), as_json=as_json)
+        elif in_background:
             accepted = start()
             hint = f"follow it with: memsaver watch {accepted.operation_id}"
             show(accepted, partial(said_view, hint=hint), as_json=as_json)

@@ -97,7 +97,12 @@ def pin(
 def _mark(name: str, which: str, mark: str) -> None:
     with _joined(name) as (joined, kept):
         about = [each.description() for each in kept]
-        meant = [each["id"] for each in about if each["id"].startswith(which) or each["model"] == which]
+        of_model = [each["id"] for each in about if each["model"] == which]
+        begins = [each["id"] for each in about if which and each["id"].startswith(which)]
+        if len(begins) > 1 and not of_model:
+            print_error(f"{which!r} is the beginning of {', '.join(begins)}", "Write more of the one that you mean.")
+            raise typer.Exit(ExitCode.INVALID)
+        meant = of_model or begins
         marked = [each for each in meant if joined.mark_text(each, mark)]
     if not marked:
         print_error(f"the store {name!r} has no weights {which!r}", f"See: memsaver store list {name}")

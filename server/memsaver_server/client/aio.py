@@ -33,7 +33,7 @@ class AsyncClient(Calls):
     _transport = httpx.AsyncHTTPTransport
 
     async def events(self, operation_id: str) -> AsyncIterator[Event]:
-        """Yield the events of one operation until it has ended."""
+        """Yield the events of one operation until it has ended. Raises UnreachableError if they end before it does."""
         parser = EventParser()
         timeout = httpx.Timeout(self._target.timeout_s, read=None)
         try:
@@ -44,7 +44,8 @@ class AsyncClient(Calls):
                 async for line in response.aiter_lines():
                     if event := parser.feed(line):
                         yield event
-        except httpx.TransportError as error:
+                parser.end()
+        except httpx.RequestError as error:
             raise self._target.unreachable(error) from error
 
     async def close(self) -> None:

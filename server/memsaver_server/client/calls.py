@@ -88,7 +88,7 @@ class Calls:
         while True:
             try:
                 return await self._request(call)
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 if attempt >= self._attempts or not call.may_repeat(error):
                     raise self._target.unreachable(error, attempt) from error
             await self._pause(FIRST_DELAY_S * 2 ** (attempt - 1))
@@ -96,7 +96,7 @@ class Calls:
 
     async def _ask(self, model: type[AnswerT], call: Call) -> AnswerT:
         answer = parse(model, await self._send(call))
-        if isinstance(answer, PreparedAnswer):
+        if isinstance(answer, (PreparedAnswer, AcceptedAnswer)):
             self._keys[answer.operation_id] = call.headers["Idempotency-Key"]
             if len(self._keys) > MAX_KEYS:
                 del self._keys[next(iter(self._keys))]
@@ -142,10 +142,11 @@ class Calls:
         return await self._ask(PreparedAnswer if prepare else OperationAnswer, call)
 
     async def start_release(
-        self, tags: Iterable[str] | None = None, **options: Unpack[ReleaseKeywords]
+        self, tags: Iterable[str] | None = None, *, prepare: bool = False, **options: Unpack[ReleaseKeywords]
     ) -> AcceptedAnswer:
         """As ``release``, but return once it has started; ``operation`` and ``events`` show its progress."""
-        return await self._ask(AcceptedAnswer, operation_call("release", tags, options, "async"))
+        call = operation_call("release", tags, options, "async", *(["prepare"] if prepare else []))
+        return await self._ask(AcceptedAnswer, call)
 
     @overload
     async def resume(
@@ -174,10 +175,11 @@ class Calls:
         return await self._ask(PreparedAnswer if prepare else OperationAnswer, call)
 
     async def start_resume(
-        self, tags: Iterable[str] | None = None, **options: Unpack[ResumeKeywords]
+        self, tags: Iterable[str] | None = None, *, prepare: bool = False, **options: Unpack[ResumeKeywords]
     ) -> AcceptedAnswer:
         """As ``resume``, but return once it has started; ``operation`` and ``events`` show its progress."""
-        return await self._ask(AcceptedAnswer, operation_call("resume", tags, options, "async"))
+        call = operation_call("resume", tags, options, "async", *(["prepare"] if prepare else []))
+        return await self._ask(AcceptedAnswer, call)
 
     async def plan(
         self, /, operation: OperationName, tags: Iterable[str] | None = None, **options: Any

@@ -36,18 +36,21 @@ class AnswerError(ClientError):
     @property
     def needed_bytes(self) -> int:
         """Bytes that the operation needs if memory was short, else 0."""
-        return int(self._details.get("needed_bytes") or 0)
+        return self._bytes("needed_bytes") or 0
 
     @property
     def free_bytes(self) -> int:
         """Bytes that were free if memory was short, else 0."""
-        return int(self._details.get("free_bytes") or 0)
+        return self._bytes("free_bytes") or 0
 
     @property
     def held_bytes(self) -> int | None:
         """Bytes that the tags of a release hold if ``at_least_bytes`` is more, else None."""
-        held = self._details.get("held_bytes")
-        return held if isinstance(held, int) else None
+        return self._bytes("held_bytes")
+
+    def _bytes(self, name: str) -> int | None:
+        count = self._details.get(name)
+        return count if isinstance(count, int) else None
 
     @property
     def _details(self) -> dict[str, Any]:

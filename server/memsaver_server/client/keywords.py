@@ -21,6 +21,7 @@ class ReleaseKeywords(TypedDict, total=False):
     mode: Literal["wait", "abort", "keep"] | None
     at_least_bytes: int | None
     selector: Mapping[str, object] | None  # at a coordinator
+    key: str | None  # the Idempotency-Key; by default a new one
 
 
 class ResumeKeywords(TypedDict, total=False):
@@ -32,6 +33,7 @@ class ResumeKeywords(TypedDict, total=False):
     weights_version: str | None
     kv_cache: Literal["whole", "shrink"] | None
     selector: Mapping[str, object] | None  # at a coordinator
+    key: str | None  # the Idempotency-Key; by default a new one
 
 
 class ResizeKvCacheKeywords(TypedDict, total=False):

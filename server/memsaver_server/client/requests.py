@@ -38,7 +38,7 @@ class Call:
     repeatable: bool = True  # it may be sent again if no answer came; else only if the connection failed
     long: bool = False  # it may take as long as an operation
 
-    def may_repeat(self, error: httpx.TransportError) -> bool:
+    def may_repeat(self, error: httpx.RequestError) -> bool:
         return self.repeatable or isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
 
 
@@ -67,7 +67,7 @@ class Target:
         timeout = httpx.Timeout(self.timeout_s, read=self.operation_timeout_s if call.long else self.timeout_s)
         return {"method": call.method, "url": call.path, "json": call.body, "headers": call.headers, "timeout": timeout}
 
-    def unreachable(self, error: httpx.TransportError, attempts: int = 1) -> UnreachableError:
+    def unreachable(self, error: httpx.RequestError, attempts: int = 1) -> UnreachableError:
         return UnreachableError(self.address, str(error) or type(error).__name__, attempts)
 
 
@@ -83,20 +83,21 @@ def operation_call(
     if unknown := sorted(keywords.keys() - known.keys()):
         raise TypeError(f"unknown keyword argument {unknown[0]!r}; {name} takes {', '.join(known)}")
     given = {key: value for key, value in keywords.items() if value is not None}
+    headers = {"Idempotency-Key": str(given.pop("key", uuid.uuid4().hex))}
     body: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in given.items()}
     body |= dict.fromkeys(flags, True)
     if tags is not None:
         body["tags"] = [tags] if isinstance(tags, str) else list(tags)
-    return Call("POST", path_of(name), body, {"Idempotency-Key": uuid.uuid4().hex}, long=True)
+    return Call("POST", path_of(name), body, headers, long=True)
 
 
 def path_of(name: OperationName) -> str:
     return "/kv_cache" if name == "resize" else f"/{name}_memory_occupation"
 
 
-def parse_json(response: httpx.Response) -> Any:
-    """Return the JSON of a success; raise AnswerError if the answer is not a success, or not JSON."""
-    body, wrong = None, "it is null"
+def parse_json(response: httpx.Response) -> dict[str, Any]:
+    """Return the JSON object of a success; raise AnswerError if the answer is not a success, or not a JSON object."""
+    body, wrong = None, "it is no JSON object"
     try:
         body = read_json(response.content)
     except ValueError as error:
@@ -104,7 +105,7 @@ def parse_json(response: httpx.Response) -> Any:
     if not response.is_success:
         text = response.content.decode(errors="replace")  # whatever encoding it names
         raise error_for(response.status_code, body, text, response.headers.get("Retry-After"))
-    if body is None:
+    if not isinstance(body, dict):
         raise AnswerError(response.status_code, f"{response.url} gave an answer that cannot be read: {wrong}")
     return body
 
@@ -136,13 +137,22 @@ class Event:
 
 
 class EventParser:
-    """Parses the lines of a service's events, each of which has one line of data; ignores all others (keep-alives)."""
+    """Parses the lines of an operation's events, each of which has one line of data; ignores others (keep-alives)."""
 
     _name = ""
 
     def feed(self, line: str) -> Event | None:
-        """Take one line without its line break; return the event that it completes, if any."""
+        """Take one line without its line break; return the event that it completes, if any. Raises AnswerError if its
+        data is not JSON."""
         field, _, value = line.partition(": ")
         if field == "event":
             self._name = value
-        return Event(self._name, json.loads(value)) if field == "data" else None
+        try:
+            return Event(self._name, read_json(value.encode())) if field == "data" else None
+        except ValueError as error:
+            raise AnswerError(200, f"an event {self._name!r} cannot be read: it is not JSON: {error}") from error
+
+    def end(self) -> None:
+        """Raise httpx.ReadError if the last event was not that of the operation's end."""
+        if self._name != "done":
+            raise httpx.ReadError("the stream of events ended before the operation did, or has none")

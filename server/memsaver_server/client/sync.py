@@ -92,7 +92,7 @@ class Client:
     continue_generation = _blocking(Calls.continue_generation)
 
     def events(self, operation_id: str) -> Iterator[Event]:
-        """Yield the events of one operation until it has ended."""
+        """Yield the events of one operation until it has ended. Raises UnreachableError if they end before it does."""
         parser = EventParser()
         target, http = self._calls._target, self._calls._http
         timeout = httpx.Timeout(target.timeout_s, read=None)
@@ -104,7 +104,8 @@ class Client:
                 for line in response.iter_lines():
                     if event := parser.feed(line):
                         yield event
-        except httpx.TransportError as error:
+                parser.end()
+        except httpx.RequestError as error:
             raise target.unreachable(error) from error
 
     def close(self) -> None:

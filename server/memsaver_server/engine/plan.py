@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 
 from memsaver_core.contract.errors import MemsaverError
 from memsaver_core.contract.phases import Phase
-from memsaver_core.contract.reports import DeviceRoom, PlanAnswer, PlannedTag, Room
+from memsaver_core.contract.reports import DeviceRoom, DiskRoom, PlanAnswer, PlannedTag, Room
 from memsaver_core.contract.requests import Asked, OperationName, Release, ResizeKvCache, Resume, Verb
 from memsaver_core.contract.status import DeviceMemory, Status, TagStatus
-from memsaver_core.ranks.plans import backup_rooms, device_rooms, planned_release
+from memsaver_core.ranks.plans import backup_rooms, device_rooms, most_for, planned_release
 from memsaver_server.engine.admission import failed_for_good
 from memsaver_server.engine.lifecycle import Lifecycle, Snapshot
 from memsaver_server.engine.tag_selection import keeps_content, narrowed, needs_writing
@@ -21,6 +21,7 @@ from memsaver_server.operation.operation import Operation
 from memsaver_server.operation.queue import conflicts
 
 _NO_ROOM = Room(needed_bytes=0, free_bytes=0)
+_NO_DISK = DiskRoom(needed_bytes=0, free_bytes=0)
 
 
 def plan_release(lifecycle: Lifecycle, request: Release) -> PlanAnswer:
@@ -35,8 +36,8 @@ def plan_release(lifecycle: Lifecycle, request: Release) -> PlanAnswer:
     blockers = list(_blockers(lifecycle, now, request))
     if request.hibernate and now.status.enabled:
         blockers += memory.hibernation_obstacles()
-    if host.is_short and now.status.host_backup.shared_store is None:
-        blockers.append(f"host memory: the backup may need {host.needed_bytes} bytes, {host.free_bytes} are free")
+    if host.needed_bytes > (most := most_for(host, now.status)):
+        blockers.append(f"host memory: the backup may need {host.needed_bytes} bytes, {most} are free")
     if file.is_short:
         blockers.append(f"disk: the backup may need {file.needed_bytes} bytes, {file.free_bytes} are free")
     return plan_answer("release", _does("release", tags), tags, blockers, host=host, file=file)
@@ -78,7 +79,7 @@ def plan_answer(
     blockers: list[str],
     devices: Sequence[DeviceRoom] = (),
     host: Room = _NO_ROOM,
-    file: Room = _NO_ROOM,
+    file: DiskRoom = _NO_DISK,
 ) -> PlanAnswer:
     """Return the plan of an operation that ``does`` this (empty: nothing), unless there are ``blockers``, or one of the
     ``devices`` has too little room."""

@@ -83,6 +83,6 @@ def answer_of(rows: list[CallRow], done: str, more: Mapping[str, Any] | None = N
     message = f"{len(failed)} of {count_of(rows)} failed: {reasons}"
     body = failed[0].body if isinstance(failed[0].body, dict) else {}
     error = body.get("error") if isinstance(body.get("error"), dict) else {}
-    kind = str(error.get("type") or "engine_failed") if error else "engine_failed"
+    kind = str((error or {}).get("type") or ("engine_failed" if failed[0].status else "unreachable"))
     answer = Answer.error(status, kind, message, 1 if status == 503 else None)
     return Answer({**answer.body, **about}, status, answer.headers)

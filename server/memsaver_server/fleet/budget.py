@@ -1,4 +1,5 @@
-"""The order of resumes on GPUs that engines share, so that no two of them need the same bytes at once."""
+"""What engines need together: the order of resumes on GPUs that they share, so that no two of them need the same bytes
+at once, and what a dry run says of GPUs and disks."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from memsaver_core.contract.phases import Phase
-from memsaver_core.contract.reports import DeviceRoom
+from memsaver_core.contract.reports import DeviceRoom, Room
 from memsaver_core.contract.requests import AskedOfFleet
 from memsaver_core.contract.status import OccupationAnswer
 from memsaver_server.fleet.connection import EngineFailure
@@ -16,8 +17,8 @@ from memsaver_server.fleet.parts import Part
 
 
 @dataclass
-class Gpu:
-    """What resumes need of one GPU together, by the engines' own counts, bytes."""
+class Place:
+    """What engines need of one GPU or disk together, by their own counts, bytes."""
 
     free_bytes: int
     needs: dict[str, int] = field(default_factory=dict)  # by name of the engine
@@ -27,11 +28,15 @@ class Gpu:
     def is_short(self) -> bool:
         return len(self.needs) > 1 and sum(self.needs.values()) > self.free_bytes
 
-    def shortage(self, uuid: str) -> str:
+    def add(self, name: str, room: Room) -> None:
+        self.free_bytes = min(self.free_bytes, room.free_bytes)
+        self.needs[name] = room.needed_bytes
+
+    def shortage(self, where: str) -> str:
         each = ", ".join(f"{name} {size}" for name, size in sorted(self.needs.items()))
         smaller = ', or send "fleet_mode": "best_effort" with "kv_cache": "shrink"' if self.elastic else ""
         return (
-            f"GPU {uuid}: {sum(self.needs.values())} bytes are needed ({each}), {self.free_bytes} are free. "
+            f"{where}: {sum(self.needs.values())} bytes are needed ({each}), {self.free_bytes} are free. "
             f"Free memory there, or select fewer engines{smaller}"
         )
 
@@ -44,10 +49,10 @@ async def groups_of(request: AskedOfFleet, parts: Sequence[Part]) -> list[list[P
     """
     if request.operation != "resume":
         return [[part] for part in parts]
-    short = {uuid: gpu for uuid, gpu in (await _needs(request, parts)).items() if gpu.is_short}
+    short = {where: gpu for where, gpu in (await _needs(request, parts)).items() if gpu.is_short}
     if request.fleet_mode == "all" and not request.patience_s(Phase.WAIT_FOR_MEMORY):
-        for uuid, gpu in short.items():
-            _refuse(uuid, gpu, parts)
+        for where, gpu in short.items():
+            _refuse(where, gpu, parts)
     return _joined(parts, [set(gpu.needs) for gpu in short.values()])
 
 
@@ -55,10 +60,10 @@ def uuids_of(occupation: OccupationAnswer | None) -> tuple[str, ...]:
     return tuple(device.uuid for device in occupation.devices) if occupation is not None else ()
 
 
-async def _needs(request: AskedOfFleet, parts: Sequence[Part]) -> dict[str, Gpu]:
+async def _needs(request: AskedOfFleet, parts: Sequence[Part]) -> dict[str, Place]:
     """Return what is needed of each GPU that several engines use."""
     users = Counter(uuid for part in parts for uuid in uuids_of(part.before))
-    gpus: dict[str, Gpu] = {}
+    gpus: dict[str, Place] = {}
 
     async def count(part: Part) -> None:
         if part.before is None or all(users[uuid] < 2 for uuid in uuids_of(part.before)):
@@ -74,21 +79,20 @@ async def _needs(request: AskedOfFleet, parts: Sequence[Part]) -> dict[str, Gpu]
     return gpus
 
 
-def add_needs(gpus: dict[str, Gpu], name: str, now: OccupationAnswer, rooms: Iterable[DeviceRoom]) -> None:
+def add_needs(gpus: dict[str, Place], name: str, now: OccupationAnswer, rooms: Iterable[DeviceRoom]) -> None:
     """Add what an engine that is ``now`` so needs of each GPU, by its own plan."""
     uuids = {device.index: device.uuid for device in now.devices}
     for room in rooms:
         if room.needed_bytes and room.index in uuids:
-            gpu = gpus.setdefault(uuids[room.index], Gpu(room.free_bytes))
-            gpu.free_bytes = min(gpu.free_bytes, room.free_bytes)
-            gpu.needs[name] = room.needed_bytes
+            gpu = gpus.setdefault(f"GPU {uuids[room.index]}", Place(room.free_bytes))
+            gpu.add(name, room)
             gpu.elastic |= now.kv_cache is not None
 
 
-def _refuse(uuid: str, gpu: Gpu, parts: Sequence[Part]) -> None:
+def _refuse(where: str, gpu: Place, parts: Sequence[Part]) -> None:
     for part in parts:
         if part.member.name in gpu.needs:
-            part.fail("preparing", EngineFailure("out_of_device_memory", gpu.shortage(uuid)))
+            part.fail("preparing", EngineFailure("out_of_device_memory", gpu.shortage(where)))
 
 
 def _joined(parts: Sequence[Part], crowds: Sequence[set[str]]) -> list[list[Part]]:

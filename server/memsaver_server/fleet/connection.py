@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from memsaver_core.contract.errors import OR_WAIT
 from memsaver_core.contract.reports import (
     AcceptedAnswer,
     OperationAnswer,
@@ -177,7 +178,8 @@ class Connection:
             if httpx.codes.is_success(error.status):  # it did what was asked, or another service answered
                 raise EngineFailure("unreadable", str(error)) from error
             kind = error.kind or f"http_{error.status}"
-            raise EngineFailure(kind, f"{error}{key_advice(error.status)}", answered=True) from error
+            said = str(error).replace(OR_WAIT, "")
+            raise EngineFailure(kind, f"{said}{key_advice(error.status)}", answered=True) from error
         except UnreachableError as error:
             raise EngineFailure("unreachable", str(error)) from error
         except Exception as error:  # what an address answers may be anything, and must not fail other engines

@@ -36,7 +36,7 @@ from memsaver_server.client.requests import path_of
 from memsaver_server.controller import TICK_S, Answer, Capability, EngineState, Models
 from memsaver_server.fleet import results
 from memsaver_server.fleet.broadcast import answer_of, call_each
-from memsaver_server.fleet.budget import Gpu, add_needs
+from memsaver_server.fleet.budget import Place, add_needs
 from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.members import MembershipError
 from memsaver_server.fleet.metrics import FleetMetrics
@@ -144,7 +144,7 @@ class FleetController:
         if opposed is not None and not asked.wait:
             raise errors.ConflictError(
                 f"cannot {asked.operation}: {opposed.request.operation} {opposed.id} of the fleet is in progress "
-                'on some of these engines. Try again when it is done, or send "wait": true'
+                f"on some of these engines. Try again when it is done{errors.OR_WAIT}"
             )
         origin: results.Origin = "turns" if client == TURNS else "caller"
         return self._fleet.start(FleetOperation.of(asked, key or "", client, origin))
@@ -240,7 +240,7 @@ class FleetController:
         rows = await call_each(engines, self._upstreams, self._observer, "POST", path_of(verb), body)
         said = {row.name: row.body.get("blockers", ()) for row in rows if isinstance(row.body, dict)}
         blockers = [f"{name}: {each}" for name, found in said.items() if isinstance(found, list) for each in found]
-        if verb == "resume" and not asked.patience_s(Phase.WAIT_FOR_MEMORY):
+        if verb in OPPOSITE and not asked.patience_s(Phase.WAIT_FOR_MEMORY):
             blockers += _shortages(engines, rows)
         about = {"dry_run": True, "operation": verb, "blockers": blockers}
         return answer_of(rows, f"dry run: {verb} is {'not ' if blockers else ''}possible", about)
@@ -426,12 +426,15 @@ def _row(engine: results.EngineStatus) -> EngineState:
 
 
 def _shortages(engines: Sequence[results.EngineStatus], rows: Sequence[results.CallRow]) -> list[str]:
-    """Return for which GPUs the engines' plans of a resume do not fit together."""
-    gpus: dict[str, Gpu] = {}
+    """Return for which GPUs and disks the engines' plans do not fit together."""
+    places: dict[str, Place] = {}
     plans = {row.name: row.body for row in rows if row.success and isinstance(row.body, dict)}
     for engine in engines:
         if engine.occupation is not None and engine.name in plans:
             with suppress(ValidationError):  # of an engine whose answers are odd
                 plan = PlanAnswer.model_validate(plans[engine.name])
-                add_needs(gpus, engine.name, engine.occupation, plan.devices)
-    return [gpu.shortage(uuid) for uuid, gpu in gpus.items() if gpu.is_short]
+                add_needs(places, engine.name, engine.occupation, plan.devices)
+                if plan.file.disk:
+                    where = f"disk {plan.file.disk} of host {engine.occupation.host_id}"
+                    places.setdefault(where, Place(plan.file.free_bytes)).add(engine.name, plan.file)
+    return [place.shortage(where) for where, place in places.items() if place.is_short]

@@ -120,7 +120,8 @@ class Execution:
             self._operation.how = "done"
             await self._confirm()
             # If all engines are otherwise by now, another coordinator has undone it.
-            await self._end(None if all(part.failure for part in self._parts) else self._wish)
+            undone = all(part.failure and part.failure.kind == "changed" for part in self._parts)
+            await self._end(None if undone else self._wish)
 
     async def undo(self) -> None:
         """Have every engine as before: abort what is prepared, move back what was moved."""
@@ -269,11 +270,14 @@ class Execution:
         return {"wait": True, "timeout_s": self._timeout_s, **options, "restore": restore}
 
     async def _confirm(self) -> None:
-        """Check that engines which are done are so still: somebody else may have moved them while others were slow."""
+        """Check that engines which are done are so still: somebody else may have moved them while others were slow, or
+        they may have died."""
 
         async def look(part: Part) -> None:
-            with suppress(EngineFailure):
+            try:
                 part.check(await part.connection.occupation(), self._request, "committing")
+            except EngineFailure as failure:  # it has died since, or stopped
+                part.fail("committing", failure)
 
         await asyncio.gather(*(look(part) for part in self._parts if part.stage == "done"))
 

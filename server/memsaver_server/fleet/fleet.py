@@ -106,7 +106,7 @@ class AsyncFleet:
         self.roster = Roster(membership, self._locks, self._coordinator)
         self._hub = Hub()
         self.history: History[FleetOperation] = History(_HISTORY)
-        #: Called with each operation that has ended.
+        #: Called with each operation that has ended, unless that only repeats a success.
         self.on_ended: Callable[[FleetOperation], None] = lambda _: None
         self._recovering = asyncio.Lock()
         self._left: dict[str, Running] | None = None  # what another coordinator had begun, once that is known
@@ -312,7 +312,8 @@ class AsyncFleet:
             operation.conclude(None, error)
             raise
         finally:
-            self.on_ended(operation)
+            if not (operation.repeated and operation.status == "succeeded"):
+                self.on_ended(operation)
             self.history.forget()
 
     async def _perform(self, operation: FleetOperation) -> FleetResult:
@@ -401,6 +402,7 @@ class AsyncFleet:
 
     def _repeated(self, operation: FleetOperation, known: Known) -> FleetResult:
         """Return the result of an operation that has ended, or that a later one has overtaken: it does nothing."""
+        operation.repeated = True
         for part in operation.parts:
             part.after = part.before
         if known.outcome == "cancelled":

@@ -65,6 +65,7 @@ class FleetOperation(Operation):
     how: How = "aborted"  # how it ended; what is not ``done`` yet counts as ``aborted``
     began: float = field(default_factory=clock.monotonic)
     overtaken: bool = False  # by a later call about its engines
+    repeated: bool = False  # it did nothing: the record knew its id
     task: asyncio.Task[FleetResult] | None = None
 
     @classmethod

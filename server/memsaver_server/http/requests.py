@@ -125,6 +125,14 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def query_of(request: Request, reads: Callable[[str], bool]) -> dict[str, Any]:
+    """Return what the query has of the names that are read; raise BadRequestError if it has one more than once."""
+    try:
+        return _once([(name, value) for name, value in request.query_params.multi_items() if reads(name)])
+    except ValueError as error:
+        raise BadRequestError(f"cannot use the query: {error}") from None
+
+
 def fields_of(model: type[Model], limit: str | None = None) -> Callable[..., Awaitable[Model]]:
     """Return the dependency that reads ``model`` from query and body, with a ``limit`` as for ``body_of``. The body
     takes precedence; null is absent."""
@@ -134,8 +142,8 @@ def fields_of(model: type[Model], limit: str | None = None) -> Callable[..., Awa
     flags = {name for name, field in names.items() if bool in (field.annotation, *get_args(field.annotation))}
 
     async def read(request: Request) -> Model:
-        query: dict[str, Any] = dict(request.query_params)
-        query |= {name: request.query_params.getlist(name) for name in lists & query.keys()}
+        query = dict(request.query_params) | query_of(request, lambda name: name in known and name not in lists)
+        query |= {name: request.query_params.getlist(name) for name in lists & request.query_params.keys()}
         body = await json_of(request, limit)
         for name in flags & body.keys():  # pydantic takes 1, "yes" and "on" for true
             if not isinstance(body[name], bool | None):

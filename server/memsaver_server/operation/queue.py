@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from memsaver_core.contract.errors import TooLateToCancelError, TooManyOperationsError
+from memsaver_core.contract.errors import OR_WAIT, TooLateToCancelError, TooManyOperationsError
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import Asked
 from memsaver_core.phases import PhaseLog
@@ -120,7 +120,7 @@ class OperationQueue:
         conflicting = next((other for other, _ in self._pending if conflicts(request, other)), None)
         if conflicting is not None and not request.wait:
             refused = f"cannot {request.operation} {tag_list(request.tags)}"
-            raise conflicting.conflict(refused, 'Try again when it is done, or send "wait": true')
+            raise conflicting.conflict(refused, f"Try again when it is done{OR_WAIT}")
         if len(self._pending) >= MAX_PENDING:
             raise TooManyOperationsError(f"{MAX_PENDING} operations are waiting already; try again later")
         if self._worker is None or not self._worker.is_alive():

@@ -6,6 +6,7 @@ protocol, and ``{"engine": METHOD, ...}``, a method of the rank's runner and its
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import pickle
@@ -49,6 +50,7 @@ _LOOK_S = 1.0
 #: Off unless set: a captured graph hangs if NCCL has registered its memory and that was remapped; a process with NVLS
 #: memory cannot be checkpointed; torch's monitors end a process that waits for a rank or is hibernated.
 _OFF = ("NCCL_GRAPH_REGISTER", "NCCL_NVLS_ENABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 #: Methods that rank 0 calls itself and sends to the other ranks, which do not answer.
 _UNANSWERED = ("compute", "repair")
 
@@ -83,7 +85,10 @@ class RankGroup:
         # rank was stopped while it had the file's lock, this whole process would stop, _look included.
         self._store = dist.FileStore(meeting, ranks)
         self._listener = Listener(ranks)
-        command = [sys.executable, "-m", __name__, self._listener.path, meeting, pickle.dumps(options).hex()]
+        # The system sends it when the thread that has started them ends: only the main thread surely outlives them.
+        at_end = signal.SIGKILL if threading.current_thread() is threading.main_thread() else 0
+        what = [self._listener.path, meeting, pickle.dumps(options).hex(), str(int(at_end))]
+        command = [sys.executable, "-m", __name__, *what]
         self._processes = {  # they write to standard error alone: standard output belongs to the service
             rank: subprocess.Popen([*command, str(rank)], stdin=subprocess.DEVNULL, stdout=2)
             for rank in range(1, ranks)
@@ -275,9 +280,11 @@ def _in_group() -> bool:
     return dist.is_initialized() and communicators.usable() and not hibernation.is_hibernated()
 
 
-def main(path: str, meeting: str, pickled: str, number: str) -> None:
+def main(path: str, meeting: str, pickled: str, at_end: str, number: str) -> None:
     """Make the runner of one rank, and call the methods that rank 0 sends until it closes the connection. Ends at once
-    with rank 0's process, even in the middle of a step."""
+    with rank 0's process, even in the middle of a step; by the signal ``at_end``, if not 0, also while it is stopped.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(at_end))
     for ignored in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager: rank 0 ends this process
         signal.signal(ignored, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), name="memsaver-parent", daemon=True).start()

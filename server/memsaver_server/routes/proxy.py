@@ -13,7 +13,7 @@ from memsaver_server.controller import Models
 from memsaver_server.fleet.controller import FleetController
 from memsaver_server.fleet.turns.errors import UnknownModelError
 from memsaver_server.http.auth import reads_only
-from memsaver_server.http.requests import REFUSED, body_of, failures, guard, json_of
+from memsaver_server.http.requests import REFUSED, body_of, failures, guard, json_of, query_of
 from memsaver_server.http.service import controller_of
 
 #: Below /v1, but about an engine itself: one of several with the model would get them, and their callers a success.
@@ -61,7 +61,7 @@ def _model(controller: FleetController, name: str) -> dict[str, Any]:
 
 async def _model_of(request: Request, controller: FleetController, body: bytes) -> str:
     """Return the model that the request names in its body or query; a fleet with only one needs no name."""
-    named = request.query_params.get("model")
+    named = query_of(request, lambda name: name == "model").get("model")
     if named is None and body.lstrip()[:1] == b"{":
         named = (await json_of(request)).get("model")
     models = sorted(controller.turns.models)
