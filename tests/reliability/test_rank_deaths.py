@@ -76,7 +76,8 @@ def test_the_death_of_a_rank_is_told_without_an_operation(
         body = {"hibernate": state == "hibernated"}
         served.http.post("/release_memory_occupation", json=body).raise_for_status()
     assert served.http.get("/livez").status_code == 200
-    told = {"alive": True, "state": "resident" if state == "resident" else "released", "stopped": False}
+    resident = "resident" if state == "resident" else "released"
+    told = {"alive": True, "state": resident, "stopped": False, "dp_rank": None}
     assert served.http.get("/memory_occupation").json()["ranks"] == [
         {"rank": rank, "pid": pid, **told} for rank, pid in enumerate(served.group.pids)
     ]
