@@ -85,7 +85,7 @@ def test_scheduling_and_weights_have_their_calls(client: Client) -> None:
         client.update_weights_from_tensor(safetensors.torch.save({"no such weight": torch.zeros(1)}))
     with pytest.raises(InvalidRequestError, match="nowhere"):
         client.update_weights_from_disk("/nowhere")
-    client.release(["weights"])
+    client.release(["weights"], restore={"weights": "file"})
     with pytest.raises(ConflictError, match="resume"):
         client.update_weights_from_tensor(safetensors.torch.save({"lm_head.weight": torch.zeros(1)}))
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,13 +119,10 @@ def test_an_undo_leaves_released_what_was_released_before(fleet: Fleet, sites: S
     assert [sites[name].engine.resident() for name in "abc"] == [set(), {"weights", "kv_cache"}, {"weights"}]
 
 
-def test_an_undo_hibernates_again_what_was_hibernated(
-    fleet: Fleet, sites: Sites, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By somebody who had asked the engine itself, so that no wish of the fleet says so."""
-    memory = sites["a"].engine.memory
+def hibernating(monkeypatch: pytest.MonkeyPatch, memory: Any, *, already: bool = False) -> list[bool]:
+    """Have a light engine's memory hibernate; whether it is hibernated."""
     status, release, resume = memory.status, memory.release, memory.resume
-    hibernated = [True]
+    hibernated = [already]
 
     def release_all(request: MemoryRequest, *, log: PhaseLog) -> OperationReport:
         hibernated[0] = request.hibernate
@@ -134,12 +132,33 @@ def test_an_undo_hibernates_again_what_was_hibernated(
         hibernated[0] = False
         return resume(request, log=log)
 
-    for site in sites.values():
-        assert site.http.post("/release_memory_occupation").is_success
     monkeypatch.setattr(memory, "status", lambda: status().model_copy(update={"hibernated": hibernated[0]}))
     monkeypatch.setattr(memory, "release", release_all)
     monkeypatch.setattr(memory, "resume", resume_all)
     monkeypatch.setattr(memory, "hibernation_obstacles", list)
+    return hibernated
+
+
+def test_the_repeat_of_a_hibernation_is_no_success_if_the_engine_is_only_released(
+    fleet: Fleet, sites: Sites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hibernated = hibernating(monkeypatch, sites["a"].engine.memory)
+    a = Selector(names=("a",))
+    assert fleet.release(a, hibernate=True, operation_id="asleep").success
+    assert hibernated == [True]
+    assert fleet.resume(a).success
+    assert fleet.release(a).success
+    again = fleet.release(a, hibernate=True, operation_id="asleep")
+    assert [(engine.name, engine.kind) for engine in again.failed] == [("a", "changed")]
+
+
+def test_an_undo_hibernates_again_what_was_hibernated(
+    fleet: Fleet, sites: Sites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By somebody who had asked the engine itself, so that no wish of the fleet says so."""
+    for site in sites.values():
+        assert site.http.post("/release_memory_occupation").is_success
+    hibernated = hibernating(monkeypatch, sites["a"].engine.memory, already=True)
     sites["b"].engine.memory.fail("resume", MemsaverError("no"))
     result = fleet.resume()
     assert (result.success, result.rolled_back) == (False, True)
@@ -392,6 +411,19 @@ def test_the_repeat_of_what_a_later_call_has_undone_is_no_success(
     again = (coordinate(record=record) if restarted else fleet).release(operation_id="once", mode=mode)
     assert {engine.name: engine.kind for engine in again.failed} == {"a": "changed"}
     assert [site.is_serving for site in sites.values()] == [True, False, False]
+
+
+def test_the_repeat_of_a_resume_is_no_success_with_weights_of_another_version(fleet: Fleet, sites: Sites) -> None:
+    """It was, so that a trainer that had lost its answer took the old weights to be there."""
+    for site in sites.values():
+        with site.attachment.lifecycle.writing(version="v1"):
+            pass
+    assert fleet.resume(weights_version="v1", operation_id="once").success
+    with sites["b"].attachment.lifecycle.writing(version="v2"):
+        pass
+    again = fleet.resume(weights_version="v1", operation_id="once")
+    assert {engine.name: engine.kind for engine in again.failed} == {"b": "wrong_weights_version"}
+    assert "its weights are of version 'v2', and a resume demanded 'v1'" in again.message
 
 
 @pytest.mark.parametrize("mode", ["all", "best_effort"])

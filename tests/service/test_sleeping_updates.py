@@ -51,7 +51,8 @@ def update(http: httpx.Client, path: object, version: str = "new") -> httpx.Resp
 
 
 def release(http: httpx.Client, **body: object) -> None:
-    http.post("/release_memory_occupation", json=body).raise_for_status()
+    answer = http.post("/release_memory_occupation", json=body)
+    assert answer.is_success, answer.text
 
 
 def resume(http: httpx.Client, **body: object) -> dict[str, Any]:

@@ -114,6 +114,15 @@ def test_no_answer_names_the_address() -> None:
     assert exit_code_for(error) is ExitCode.UNREACHABLE
 
 
+@pytest.mark.parametrize("key", ["é", "a\nb"])
+def test_a_key_that_no_header_can_have_is_refused_by_name(key: str) -> None:
+    """It was a foreign exception, or a service that is not reached."""
+    with Client() as client:
+        for call in (lambda: client.release(key=key), lambda: client.commit("some", key=key)):
+            with pytest.raises(InvalidRequestError, match="printable ASCII; nothing was sent"):
+                call()
+
+
 def test_an_argument_that_release_does_not_have_is_a_type_error() -> None:
     with Client() as client, pytest.raises(TypeError, match=r"'restor'.*at_least_bytes"):
         client.release(restor={"weights": "discard"})  # type: ignore[call-arg]

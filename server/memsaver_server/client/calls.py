@@ -31,6 +31,7 @@ from memsaver_server.client.requests import (
     AnswerT,
     Call,
     Target,
+    key_header,
     operation_call,
     parse,
     parse_json,
@@ -110,7 +111,7 @@ class Calls:
         self, operation_id: str, method: str, path: str, key: str | None, body: dict[str, Any] | None = None
     ) -> Call:
         key = key or self.key_of(operation_id)
-        headers = {} if key is None else {"Idempotency-Key": key}
+        headers = {} if key is None else key_header(key)
         return Call(method, f"/operations/{operation_id}{path}", body, headers, long=True)
 
     @overload

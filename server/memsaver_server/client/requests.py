@@ -17,7 +17,7 @@ from memsaver_core.contract.requests import OperationName
 from memsaver_server.address import DEFAULT_URL as DEFAULT_URL
 from memsaver_server.address import parse_address
 from memsaver_server.api_key import parse_api_key
-from memsaver_server.client.errors import AnswerError, UnreachableError, error_for
+from memsaver_server.client.errors import AnswerError, InvalidRequestError, UnreachableError, error_for
 from memsaver_server.client.keywords import ReleaseKeywords, ResizeKvCacheKeywords, ResumeKeywords
 from memsaver_server.wrong_fields import wrong_fields
 
@@ -78,17 +78,24 @@ def operation_call(
     name: OperationName, tags: Iterable[str] | None, keywords: Mapping[str, object], *flags: str
 ) -> Call:
     """Return the call of an operation on ``tags`` (None: all); keywords that are None are left out, ``flags`` are true.
-    Raises TypeError if a keyword argument does not exist."""
+    Raises TypeError if a keyword argument does not exist, and as ``key_header``."""
     known = _KEYWORDS[name].__annotations__
     if unknown := sorted(keywords.keys() - known.keys()):
         raise TypeError(f"unknown keyword argument {unknown[0]!r}; {name} takes {', '.join(known)}")
     given = {key: value for key, value in keywords.items() if value is not None}
-    headers = {"Idempotency-Key": str(given.pop("key", uuid.uuid4().hex))}
+    headers = key_header(str(given.pop("key", uuid.uuid4().hex)))
     body: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in given.items()}
     body |= dict.fromkeys(flags, True)
     if tags is not None:
         body["tags"] = [tags] if isinstance(tags, str) else list(tags)
     return Call("POST", path_of(name), body, headers, long=True)
+
+
+def key_header(key: str) -> dict[str, str]:
+    """Raises InvalidRequestError if a header cannot have the key."""
+    if not (key.isascii() and key.isprintable()):
+        raise InvalidRequestError(400, f"the key {key!r} has characters other than printable ASCII; nothing was sent")
+    return {"Idempotency-Key": key}
 
 
 def path_of(name: OperationName) -> str:

@@ -280,7 +280,8 @@ class AsyncFleet:
             raise reused(name, first, noun)
         if running is not None and running.has_ended and record.known(operation_id) is not None:
             members = [part.member for part in running.parts]
-            running.overtaken = record.is_overtaken(operation_id, running.request.tags, members)
+            demands = getattr(running.asked, "weights_version", None) is not None  # an update may have come since
+            running.overtaken = demands or record.is_overtaken(operation_id, running.request.tags, members)
 
     def known(self, asked: AskedOfFleet, operation_id: str) -> FleetOperation | None:
         """Return the operation of this id if it answers the request, too."""

@@ -64,7 +64,7 @@ class FleetOperation(Operation):
     given_up: asyncio.Event = field(default_factory=asyncio.Event)  # too late once it is ``committing``
     how: How = "aborted"  # how it ended; what is not ``done`` yet counts as ``aborted``
     began: float = field(default_factory=clock.monotonic)
-    overtaken: bool = False  # by a later call about its engines
+    overtaken: bool = False  # by a later call about its engines, or perhaps by an update of their weights
     repeated: bool = False  # it did nothing: the record knew its id
     task: asyncio.Task[FleetResult] | None = None
 

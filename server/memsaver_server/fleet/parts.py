@@ -13,7 +13,7 @@ from memsaver_server import clock
 from memsaver_server.fleet.connection import Connection, EngineFailure
 from memsaver_server.fleet.members import Member
 from memsaver_server.fleet.record import Prepared, RecordContent
-from memsaver_server.fleet.results import EngineResult, EngineStatus, state_of
+from memsaver_server.fleet.results import EngineResult, EngineStatus, state_of, wrong_weights
 
 _UNDONE = "the operation had ended, and was undone since"
 
@@ -86,11 +86,18 @@ class Part:
         self.ended()
 
     def check(self, now: OccupationAnswer | None, asked: AskedOfFleet, phase: str, why: str = _UNDONE) -> None:
-        """Fail in this phase for this reason if what it holds ``now`` is not as ``asked``, as far as that says."""
+        """Fail in this phase if what it holds ``now`` is not as ``asked``, as far as that says: for this reason, or
+        because of its weights' version."""
+        if now is None:
+            return
         state = STATES.get(asked.operation)
-        if now is not None and (now.state == "failed" or (state and unlike(now, state, asked.tags))):
+        awake = getattr(asked, "hibernate", None) and not now.hibernated
+        if now.state == "failed" or awake or (state and unlike(now, state, asked.tags)):
             self.after = now
             self.fail(phase, EngineFailure("changed", why))
+        elif wrong := wrong_weights(now, getattr(asked, "weights_version", None)):
+            self.after = now
+            self.fail(phase, EngineFailure("wrong_weights_version", wrong))
 
     def ended(self) -> None:
         self.seconds = clock.monotonic() - self._began

@@ -110,10 +110,8 @@ class EngineStatus(MemberRow):
     def of(
         cls, member: Member, occupation: OccupationAnswer | None, error: object, record: RecordContent
     ) -> EngineStatus:
-        demanded = version_for(member, record.demands)
-        if occupation is not None and demanded not in (None, occupation.weights_version):
-            held = f"are of version {occupation.weights_version!r}" if occupation.weights_version else "have no version"
-            error = f"it serves no request: its weights {held}, and a resume demanded {demanded!r}; update or resume it"
+        if occupation is not None and (wrong := wrong_weights(occupation, version_for(member, record.demands))):
+            error = f"it serves no request: {wrong}"
         return cls(
             **{name: getattr(member, name) for name in MemberRow.model_fields if name != "alive"},
             alive=occupation is not None,
@@ -122,6 +120,14 @@ class EngineStatus(MemberRow):
             error=str(error or ""),
             occupation=occupation,
         )
+
+
+def wrong_weights(now: OccupationAnswer, demanded: str | None) -> str:
+    """Return how the weights of an engine differ from the version that a resume demanded; nothing if they do not."""
+    if demanded in (None, now.weights_version):
+        return ""
+    held = f"are of version {now.weights_version!r}" if now.weights_version else "have no version"
+    return f"its weights {held}, and a resume demanded {demanded!r}; update or resume it"
 
 
 class FleetProgress(Model):
