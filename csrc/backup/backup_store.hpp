@@ -102,8 +102,10 @@ class BackupStore {
     return driver_.in_host_memory() ? VerifyChoice::sampled : VerifyChoice::full;
   }
 
-  // Drops what is kept of a block, without a call of driver or file system: flush() does the rest.
+  // Drops what is kept of a block, without a call of driver or file system: flush() does the rest. No process finds
+  // damaged content from then on.
   void give_back(Block& block, int device) EXCLUDES(mutex_) {
+    if (block.damaged && block.shared) shared_->spoil(*block.shared);
     if (!block.host.empty() || block.shared) give_host_memory(block, pool_of(device), shared_.get());
     files_.give(std::exchange(block.file, {}));
     block.kept = Kept::nothing;

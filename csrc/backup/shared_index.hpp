@@ -56,7 +56,7 @@ struct SharedLayout {
   // A text is an entry without content bytes: its digest is a name by which processes find it.
   struct Entry {
     enum State : std::uint32_t { free, writing, kept, lost };
-    enum Mark : std::uint32_t { unmarked, pinned, dropped };  // of a text; nobody finds a dropped one
+    enum Mark : std::uint32_t { unmarked, pinned, dropped };  // nobody finds what is dropped; texts alone are pinned
     std::atomic<std::uint32_t> state;
     std::atomic<std::uint64_t> holders;  // members; while writing the writer alone
     std::uint64_t lane0, lane1;          // the digest of the content
@@ -297,6 +297,8 @@ class SharedIndex {
     set(layout_.entries[index].mark, mark, "mark: marked");
     wake();
   }
+  // Has nobody find any more what this member holds: its content is damaged.
+  void spoil(std::uint32_t index) { set(layout_.entries[index].mark, Entry::dropped, "spoil: marked"); }
   void set_used(std::uint32_t index) REQUIRES(mutex) { layout_.entries[index].at = now_ms(); }
   // Returns the entry of content that is kept.
   [[nodiscard]] std::optional<std::uint32_t> find_kept(const Digest& digest, std::size_t content_bytes) const

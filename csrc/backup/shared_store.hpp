@@ -128,6 +128,8 @@ class SharedStore {
     add_pending([=]() REQUIRES(index_->mutex) { index_->publish(entry, packed_bytes); });
     apply_pending();
   }
+  // Has no process find a held entry any more: its content is damaged. Others that hold it keep it.
+  void spoil(std::uint32_t entry) { index_->spoil(entry); }
   // Publishes a text that was claimed by its name: find_or_claim() without content bytes. Throws as take(), or
   // out_of_host_memory if the index is not free.
   void publish_text(std::uint32_t entry, const std::string& text) {

@@ -376,17 +376,18 @@ def test_who_is_selected_is_decided_when_its_turn_comes(sites: Sites, tmp_path: 
         path.write_text("\n".join(lines))
 
     label(a="x", b="x", c="y")
-    asked = lambda: sum("/memory_occupation" in text for text in sites["a"].wire.seen)  # noqa: E731
+    asked = lambda: [sum("/memory_occupation" in text for text in sites[name].wire.seen) for name in "ab"]  # noqa: E731
     with Fleet(StaticMembership(path)) as fleet, ThreadPoolExecutor(2) as pool:
         assert fleet.release(Selector(names=("c",))).success
-        sites["b"].engine.memory.hold("release")
+        sites["b"].wire.on("/commit", "delay", times=1)
         releasing = pool.submit(fleet.release, Selector(names=("a", "b")))
         wait_until(lambda: fleet.progress and fleet.progress.stage == "committing")
         before = asked()
         resuming = pool.submit(fleet.resume, Selector(labels={"r": "x"}))
-        wait_until(lambda: asked() > before)
+        wait_until(lambda: all(now > then for now, then in zip(asked(), before, strict=True)))
+        fleet.status()  # asks the engines as well: the resume has its answers, and waits for locks
         label(a="y", b="x", c="x")
-        sites["b"].engine.memory.heal()
+        sites["b"].wire.go_on()
         assert releasing.result().success
         assert sorted(states(resuming.result())) == ["b", "c"]
     assert [site.is_serving for site in sites.values()] == [False, True, True]

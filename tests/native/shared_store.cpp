@@ -71,6 +71,17 @@ void memory_is_used_again() {
   CHECK(most <= 2 * kSlabBytes + 9 * 20480);
 }
 
+void what_is_damaged_is_written_anew() {
+  Part part, other;
+  const auto damaged = part.keep(6, kBlockBytes);
+  (void)other.keep(6, kBlockBytes);
+  other.store.spoil(damaged);
+  bool wrote = false;
+  const auto anew = other.keep(6, kBlockBytes, &wrote);
+  CHECK(wrote && anew != damaged);
+  CHECK(part.keep(6, kBlockBytes, &wrote) == anew && !wrote);
+}
+
 void claims_are_waited_for() {
   Part part;
   const auto data = content(7, kBlockBytes);
@@ -654,6 +665,7 @@ int main() {
   }
   one_copy_for_three_processes();
   memory_is_used_again();
+  what_is_damaged_is_written_anew();
   claims_are_waited_for();
   it_is_bounded_as_a_whole();
   others_share_nothing();
