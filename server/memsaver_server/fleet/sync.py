@@ -85,11 +85,17 @@ class Fleet:
         """See ``AsyncFleet.watch``."""
         events = _Events(self._fleet.watch(interval_s))
         self._watched.add(events)
+        begun = False
         try:
             while True:
-                yield self._call(events.next())
+                event = self._call(events.next())
+                begun = True
+                yield event
         except (StopAsyncIteration, CancelledError):
             return
+        except FleetError:
+            if not (begun and self._closed):  # ``close`` ends what is watched
+                raise
         finally:
             with suppress(FleetError):  # ``close`` closes them
                 self._call(events.close())
