@@ -113,9 +113,9 @@ class Lifecycle:
         VerificationUnavailableError (a release cannot be verified), or as OperationQueue.submit.
         """
         self.memory.check_tags(request.tags)
-        if request.dp_ranks:
-            self._check_part(request)
         if isinstance(request, Resume):
+            if request.dp_ranks:
+                self._check_part(request)
             if request.kv_cache == "shrink" and self.fit_cache is None:
                 raise errors.UnsupportedError("this engine cannot resume with a smaller KV cache; nothing was resumed")
             return self.operations.submit(request, partial(self._resume, request), key=key, client=client)

@@ -93,11 +93,13 @@ class Part:
         state = STATES.get(asked.operation)
         awake = getattr(asked, "hibernate", None) and not now.hibernated
         if now.state == "failed" or awake or (state and unlike(now, state, asked.tags)):
-            self.after = now
-            self.fail(phase, EngineFailure("changed", why))
+            failure = EngineFailure("changed", why)
         elif wrong := wrong_weights(now, getattr(asked, "weights_version", None)):
-            self.after = now
-            self.fail(phase, EngineFailure("wrong_weights_version", wrong))
+            failure = EngineFailure("wrong_weights_version", wrong)
+        else:
+            return
+        self.after = now
+        self.fail(phase, failure)
 
     def ended(self) -> None:
         self.seconds = clock.monotonic() - self._began
