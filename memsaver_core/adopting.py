@@ -99,8 +99,8 @@ def adopt_shared(tagged: Iterable[tuple[Tensor, str, PolicyLike | None]]) -> lis
 
 
 def all_objects() -> list[Any]:
-    """Return the objects of this process that Python's collector knows. From now on it knows frozen ones, too, as to
-    freeze all anew would keep what is garbage later."""
+    """Return the objects of this process that Python's collector knows. Those that ``gc.freeze()`` has hidden are among
+    them, and stay unfrozen: to freeze again would also hide what becomes garbage later."""
     gc.unfreeze()
     return gc.get_objects()
 

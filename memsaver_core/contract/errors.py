@@ -192,7 +192,7 @@ class VerificationUnavailableError(MemsaverError, kind="verification_unavailable
 # -- of operations --------------------------------------------------------------------------------------------------
 
 
-#: What a conflict advises to who has not done so; a coordinator cannot, at its engines.
+#: The advice of a conflict to a caller that did not wait. A coordinator removes it from its engines' messages.
 OR_WAIT = ', or send "wait": true'
 
 
