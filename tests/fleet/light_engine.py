@@ -33,6 +33,8 @@ TAGS = ("kv_cache", "weights")
 class LightEngine(Gate):
     """A gate with weights, which are kept, and a KV cache, which comes back as zeros."""
 
+    updates_asleep = True
+
     def __init__(self, name: str, *, weights_bytes: int = MIB, kv_bytes: int = MIB, model: str = "") -> None:
         super().__init__(name)
         self.model_name = model
@@ -158,6 +160,9 @@ class LightMemory:
         released = any(tag.released_bytes for tag in tags)
         state: Any = "failed" if self._ended else "released" if released else "resident"
         return status.model_copy(update={"tags": tags, "state": state, "failure": self._ended})
+
+    def written_asleep(self, tag: str) -> Any:
+        return LOCAL_MEMORY.written_asleep(f"{self._prefix}{tag}")
 
     def _reach(self, call: str) -> None:
         self.reached[call] = self.reached.get(call, 0) + 1

@@ -144,8 +144,13 @@ def test_a_shortage_of_host_memory_is_known_before(
     assert tokens(http) == expected
 
 
+@pytest.mark.parametrize("demanded", [{}, {"weights_version": "new"}])
 def test_a_resume_waits_for_the_update(
-    http: httpx.Client, engine: TensorEngine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    http: httpx.Client,
+    engine: TensorEngine,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    demanded: dict[str, str],
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
     write = engine.update_weights_from_disk
@@ -160,7 +165,8 @@ def test_a_resume_waits_for_the_update(
     with ThreadPoolExecutor(2) as pool:
         updating = pool.submit(update, http, checkpoint)
         assert begun.wait(600)
-        resuming = pool.submit(resume, http)
+        assert http.get("/memory_occupation").json()["updating"] is True
+        resuming = pool.submit(resume, http, **demanded)
         wait_until(lambda: "wait_for_weights" in http.get("/operations").text)
         go_on.set()
         updating.result().raise_for_status()
