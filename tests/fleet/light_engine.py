@@ -33,8 +33,6 @@ TAGS = ("kv_cache", "weights")
 class LightEngine(Gate):
     """A gate with weights, which are kept, and a KV cache, which comes back as zeros."""
 
-    updates_asleep = True
-
     def __init__(self, name: str, *, weights_bytes: int = MIB, kv_bytes: int = MIB, model: str = "") -> None:
         super().__init__(name)
         self.model_name = model

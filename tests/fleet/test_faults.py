@@ -99,10 +99,13 @@ def settle(fleet: Fleet, sites: Sites, verb: str, result: FleetResult) -> None:
     wait_until(settled, interval_s=0.1)
 
 
-def test_a_resume_waits_for_an_update_beyond_its_limit(fleet: Fleet, sites: Sites) -> None:
+def test_a_resume_waits_for_an_update_beyond_its_limit(
+    fleet: Fleet, sites: Sites, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine had said that it waits, and was given up as one that does not answer."""
     assert fleet.release().success
     b, go_on = sites["b"], threading.Event()
+    monkeypatch.setattr(b.engine, "updates_asleep", True, raising=False)
     with ThreadPoolExecutor(1) as pool:
         with b.attachment.lifecycle.writing(version="v2"):
             resuming = pool.submit(fleet.resume, Selector(names=("b",)), timeout_s=0, weights_version="v2")
