@@ -109,7 +109,7 @@ def test_a_resume_waits_for_an_update_beyond_its_limit(
     with ThreadPoolExecutor(1) as pool:
         with b.attachment.lifecycle.writing(version="v2"):
             resuming = pool.submit(fleet.resume, Selector(names=("b",)), timeout_s=0, weights_version="v2")
-            wait_until(lambda: "wait_for_weights" in b.http.get("/operations").text)
+            wait_until(lambda: resuming.done() or "wait_for_weights" in b.http.get("/operations").text)
             after(4 * SILENCE_S, go_on.set)
             assert go_on.wait(600)
         assert resuming.result().success
