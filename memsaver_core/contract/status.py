@@ -234,6 +234,10 @@ class OccupationAnswer(Model):
     model: str = Field(default="", description="What the engine serves; empty if it does not say.")
     admission: AdmissionStatus
     operation_id: str | None
+    updating: bool = Field(
+        default=False,
+        description="An update writes now: a release or a resume waits for it. Of a fleet: on any engine.",
+    )
     prepared: PreparedState | None = None
     coordinator: str = Field(
         default="", description="Of a fleet, which brings this memory to what it wants; empty if none has asked lately."

@@ -29,7 +29,7 @@ from memsaver_server.fleet import (
 )
 from tests.waiting import wait_until
 
-from .conftest import Site, Sites
+from .conftest import SILENCE_S, Site, Sites
 from .moments import Moments
 from .served_fleet import served
 
@@ -97,6 +97,33 @@ def settle(fleet: Fleet, sites: Sites, verb: str, result: FleetResult) -> None:
         return all(is_there(site, to) for site in sites.values())
 
     wait_until(settled, interval_s=0.1)
+
+
+def test_a_resume_waits_for_an_update_beyond_its_limit(
+    fleet: Fleet, sites: Sites, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine had said that it waits, and was given up as one that does not answer."""
+    assert fleet.release().success
+    b, go_on = sites["b"], threading.Event()
+    monkeypatch.setattr(b.engine, "updates_asleep", True, raising=False)
+    with ThreadPoolExecutor(1) as pool:
+        with b.attachment.lifecycle.writing(version="v2"):
+            resuming = pool.submit(fleet.resume, Selector(names=("b",)), timeout_s=0, weights_version="v2")
+            wait_until(lambda: resuming.done() or "wait_for_weights" in b.http.get("/operations").text)
+            after(4 * SILENCE_S, go_on.set)
+            assert go_on.wait(600)
+        assert resuming.result().success
+    assert b.is_serving
+
+
+def test_what_an_engine_does_beyond_its_limit_is_named(fleet: Fleet, sites: Sites) -> None:
+    assert fleet.release().success
+    sites["b"].engine.memory.hold("reserve")
+    (failed,) = fleet.resume(timeout_s=0).failed
+    sites["b"].engine.memory.heal()
+    assert (failed.name, failed.phase, failed.kind) == ("b", "preparing", "hung")
+    assert "is not done with its resume after" in failed.error
+    assert "that is in phase 'reserve'" in failed.error
 
 
 def run(fleet: Fleet, verb: str) -> FleetResult:

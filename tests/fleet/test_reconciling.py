@@ -88,7 +88,7 @@ def test_a_dead_engine_is_told(fleet: Fleet, sites: Sites, caplog: pytest.LogCap
     sites["b"].wire.heal()
     with caplog.at_level(logging.INFO, "memsaver"):
         assert not fleet.reconcile()
-        wait_until(lambda: "engine b answers again" in caplog.messages)
+        wait_until(lambda: "engine b is as wanted again" in caplog.messages)
     assert sum("engine b" in message for message in caplog.messages) == 2
 
 
@@ -122,7 +122,7 @@ def test_weights_that_a_caller_excluded_are_not_served(
     with sites["c"].attachment.lifecycle.writing(version="v2"):
         pass
     assert not fleet.reconcile()
-    wait_until(lambda: "engine c answers again" in caplog.messages)
+    wait_until(lambda: "engine c is as wanted again" in caplog.messages)
     for why in ("the resume demands", "it serves no request: its weights are of version 'v1'"):
         assert sum(message.startswith(f"engine c: {why}") for message in caplog.messages) == 1
 

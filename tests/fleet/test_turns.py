@@ -438,6 +438,33 @@ def test_a_paused_engine_gets_no_request_before_it_continues(engines: tuple[Engi
         assert asking.result()
 
 
+def state(http: httpx.Client, model: str) -> str:
+    """Of its engine, as the turns see it."""
+    (listed,) = [each for each in http.get("/v1/models").json()["data"] if each["id"] == model]
+    return listed["engines"][0]["state"]
+
+
+def test_nobody_makes_room_for_weights_that_are_being_written(engines: tuple[Engine, Engine]) -> None:
+    """The other was released at once, and neither served until the update had ended."""
+    alpha, beta = engines
+    with turns(engines) as http, ThreadPoolExecutor(2) as pool:
+        updating = pool.submit(alpha.http.post, "/update_weights_from_disk", json={"model_path": "any"})
+        try:
+            wait_until(lambda: alpha.http.get("/memory_occupation").json()["updating"])
+            asking = pool.submit(tokens, http, "alpha")
+            wait_until(lambda: waiting(http, "alpha") == 1)
+            wait_until(lambda: state(http, "alpha") == "closed")
+            assert http.get("/memory_occupation").json()["updating"]
+            assert tokens(http, "beta")
+            assert not asking.done()
+            assert http.get("/operations").json()["operations"] == []
+        finally:
+            alpha.ask("go")
+        assert updating.result().is_success
+        assert asking.result()
+        assert (alpha.state(), beta.state()) == ("resident", "released")
+
+
 def test_memory_that_others_hold_is_told_and_tried_anew(engines: tuple[Engine, Engine]) -> None:
     """A trainer outside the fleet takes so much that the model would not fit if all other engines were released."""
     alpha, beta = engines

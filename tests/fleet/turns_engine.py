@@ -2,8 +2,8 @@
 
 Arguments: the model, and its size in MiB. Prints a line when it can allocate its memory, does so once it is told to,
 and prints its address. ``POST /v1/completions`` takes ``{"model", "prompt": [numbers], "max_tokens", "stream"}``, and
-``hold``: then it stops after its first token until a line ``go`` comes on standard input. ``GET /v1/seen`` counts the
-requests by what became of them.
+``hold``: then it stops after its first token until a line ``go`` comes on standard input. So does an update of its
+weights, which it also writes asleep. ``GET /v1/seen`` counts the requests by what became of them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ MIB = 1 << 20
 class Engine(Gate):
     """A gate with weights; each token is one of them."""
 
+    updates_asleep = True
+
     def __init__(self, model: str, size: int) -> None:
         super().__init__(f"engine of {model}")
         self.model_name = model
@@ -39,6 +41,13 @@ class Engine(Gate):
         self.weights.copy_(torch.arange(size // 8) * 7 % 997 + sum(model.encode()))
         self.seen: Counter[str] = Counter()
         self.go = threading.Event()
+
+    def update_weights_from_disk(self, _: object, **__: object) -> int:
+        self.go.wait()
+        self.weights.add_(1)
+        return 1
+
+    update_weights_from_tensor = update_weights_from_disk
 
     async def tokens(self, asked: dict[str, Any]) -> AsyncIterator[int]:
         inside = self.request()

@@ -145,8 +145,13 @@ def test_a_shortage_of_host_memory_is_known_before(
     assert tokens(http) == expected
 
 
+@pytest.mark.parametrize("demanded", [{}, {"weights_version": "new"}])
 def test_a_resume_waits_for_the_update(
-    http: httpx.Client, engine: TensorEngine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    http: httpx.Client,
+    engine: TensorEngine,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    demanded: dict[str, str],
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
     write = engine.update_weights_from_disk
@@ -161,9 +166,11 @@ def test_a_resume_waits_for_the_update(
     with ThreadPoolExecutor(2) as pool:
         updating = pool.submit(update, http, checkpoint)
         assert begun.wait(600)
-        resuming = pool.submit(resume, http)
-        wait_until(lambda: "wait_for_weights" in http.get("/operations").text)
+        seen = http.get("/memory_occupation").json()
+        resuming = pool.submit(resume, http, **demanded)
+        wait_until(lambda: resuming.done() or "wait_for_weights" in http.get("/operations").text)
         go_on.set()
+        assert seen["updating"] is True
         updating.result().raise_for_status()
         resuming.result()
     assert torch.equal(engine.weights, safetensors.torch.load_file(checkpoint)["weights"])

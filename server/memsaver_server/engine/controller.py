@@ -390,6 +390,7 @@ class EngineController:
             model=model_name_of(self.engine),
             admission=AdmissionStatus(open=not now.closed_reason, reason=now.closed_reason),
             operation_id=now.running.id if now.running and now.running.request.operation != "resize" else None,
+            updating=now.updating,
             prepared=now.running.prepared_state() if now.running and now.running.status == "prepared" else None,
             coordinator=self._holder(asker) or asker,
             shared_by_ranks=status.shared,

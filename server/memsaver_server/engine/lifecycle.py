@@ -69,6 +69,7 @@ class Snapshot:
     running: Operation | None
     unwritten: frozenset[str]  # the tags whose content is lost until it is written again
     weights_version: str | None  # what the last update named the weights; None if it named nothing, or they are lost
+    updating: bool  # an update writes weights
 
 
 class Lifecycle:
@@ -193,7 +194,6 @@ class Lifecycle:
             operation.hold()
             return operation.moved(self.memory.resume(request, log=log))
         self._check_usable()
-        self.check(request)
         status = self.status_of(request)
         released = released_tags(status)
         request = request.model_copy(update={"tags": self.tags_to_resume(request)})
@@ -284,7 +284,7 @@ class Lifecycle:
 
     def _map(self, request: Resume, operation: Operation, log: PhaseLog) -> OperationReport:
         """Resume the memory; if that is to be prepared, on device memory that is reserved before."""
-        self.check(request)  # again: an update may have come first
+        self.check(request)  # not before: an update may write the version that it demands
         if operation.blocks_others:
             with log.phase(Phase.RESERVE):
                 self.memory.reserve(request)
@@ -407,7 +407,7 @@ class Lifecycle:
         admission = self._admission
         unwritten = admission.unwritten(status)
         version = None if "weights" in unwritten else self._weights_version
-        return Snapshot(status, state, admission.closed_reason(status), running, unwritten, version)
+        return Snapshot(status, state, admission.closed_reason(status), running, unwritten, version, self._updating)
 
     @property
     def is_sleeping(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import httpx
 
 from memsaver_core.contract.errors import OR_WAIT
+from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.reports import (
     AcceptedAnswer,
     OperationAnswer,
@@ -196,11 +197,9 @@ class Connection:
     ) -> _T:
         """Return the answer of a call that takes long; meanwhile check that the engine works on it. ``send`` may be
         called twice: what the call asks for is done once. ``find`` returns the id of the engine's operation."""
-        answer, worked = asyncio.create_task(send()), asyncio.create_task(self._until_worked(find))
+        answer, worked = asyncio.create_task(send()), asyncio.create_task(self._until_worked(find, limit_s))
         try:
-            await asyncio.wait({answer, worked}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done() and not worked.done():
-                raise EngineFailure("hung", f"{self.member.url} gave no answer within {limit_s:g} s")
+            await asyncio.wait({answer, worked}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 await worked
             return self._result(answer) if await self._came(answer) else await self._ask(send)  # the answer may be lost
@@ -208,12 +207,18 @@ class Connection:
             _drop(answer)
             _drop(worked)
 
-    async def _until_worked(self, find: Callable[[], Coroutine[Any, Any, str]]) -> None:
-        """Return once the engine says that its operation has ended, or is prepared; raises if the engine is silent."""
-        probe_s = self._silence_s / 2
+    async def _until_worked(self, find: Callable[[], Coroutine[Any, Any, str]], limit_s: float | None) -> None:
+        """Return once the engine says that its operation has ended, or is prepared. Raises if the engine is silent, or
+        takes longer than ``limit_s``; its wait for an update of weights, which it limits itself, does not count."""
+        probe_s, began = self._silence_s / 2, clock.monotonic()
         await asyncio.sleep(probe_s)
         operation_id = await self._ask(find)
-        while (await self.operation(operation_id)).status in ("queued", "running"):
+        while (now := await self.operation(operation_id)).status in ("queued", "running"):
+            if now.phase == Phase.WAIT_FOR_WEIGHTS:
+                began = clock.monotonic()
+            elif limit_s is not None and clock.monotonic() >= began + limit_s:
+                late = f"is not done with its {now.operation} after {limit_s:g} s"
+                raise EngineFailure("hung", f"{self.member.url} {late}: that is in phase {now.phase or 'queued'!r}")
             await asyncio.sleep(probe_s)
 
     async def _find(self, call: Call) -> str:

@@ -165,7 +165,7 @@ class Reconciler:
             logger.warning("engine %s: %s", name, trouble)
             self._troubles[name] = trouble
         elif not trouble and self._troubles.pop(name, ""):
-            logger.warning("engine %s answers again", name)
+            logger.warning("engine %s is as wanted again", name)
 
 
 def _steps(part: Part, wanted: tuple[Wanted, ...]) -> list[tuple[Wanted, tuple[str, ...]]]:

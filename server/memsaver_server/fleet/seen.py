@@ -37,6 +37,7 @@ def occupation(observer: Observer, running: str | None, requests: Mapping[str, i
         model=", ".join(sorted({engine.model for engine in status.engines if engine.model})),
         admission=AdmissionStatus(open=is_open, reason=reason),
         operation_id=running,
+        updating=any(one.updating for one in seen),
         tags=_tags(status),
         devices=devices(status),
         host_backup=HostBackup(

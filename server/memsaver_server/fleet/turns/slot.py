@@ -11,7 +11,7 @@ from memsaver_server.fleet.results import EngineStatus
 
 #: ``awake``: it accepts requests; ``asleep``: released, a request may wake it; ``kept``: released by a caller, who will
 #: resume it, or with weights of another version than a caller demanded; ``closed``: it accepts none for another reason,
-#: e.g. paused; ``dead``: no answer, or failed.
+#: e.g. paused, or released while an update writes its weights; ``dead``: no answer, or failed.
 SlotState = Literal["awake", "asleep", "kept", "closed", "dead"]
 
 
@@ -111,4 +111,6 @@ def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SlotState
         return "closed", now.admission.reason
     if reason := kept_released(status, wanted):
         return "kept", reason
+    if now.updating:  # its resume would wait for the end of that, and nobody have the memory meanwhile
+        return "closed", "an update writes its weights"
     return "asleep", now.admission.reason
