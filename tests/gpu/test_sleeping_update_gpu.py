@@ -29,13 +29,13 @@ pytestmark = [
 
 MIB = 1 << 20
 
-#: A model of 2 GiB in parameters of many sizes, tied ones and a graph; does what it is told.
+#: A model of 1 GiB in parameters of many sizes, tied ones and a graph; does what it is told.
 PROGRAM = """
 import json, sys
 import torch, memsaver_core as ms
 from memsaver_core.lending import written_asleep
 
-sizes = [*[1000 + 77 * number for number in range(200)], *[3_000_000] * 20, *[40_000_000] * 8, 500_000_000]
+sizes = [*[1000 + 77 * number for number in range(200)], *[3_000_000] * 20, *[40_000_000] * 4, 200_000_000]
 with ms.region("weights"):
     parameters = [torch.nn.Parameter(torch.empty(size, dtype=torch.bfloat16, device="cuda")) for size in sizes]
     zeros = torch.zeros(50_000_000, dtype=torch.bfloat16, device="cuda")
@@ -120,7 +120,7 @@ def test_a_resume_brings_in_what_was_written(pack: str) -> None:
             assert program.does("sums") == expected
             copied, released = program.does("release")
             assert copied == 0
-            assert released > 1900 * MIB
+            assert released > 850 * MIB
             program.does("resume")
             assert program.does("sums") == expected
 

@@ -24,7 +24,7 @@ from tests.programs import Ordered
 from tests.reliability.warm_engine import ELEMENTS
 from tests.waiting import wait_until
 
-MEMSAVER = str(Path(sys.executable).with_name("memsaver"))
+MEMSAVER = [sys.executable, "-m", "memsaver_server.cli"]
 WEIGHTS = 3 * ELEMENTS * 4  # bytes of one engine's weights, about
 CYCLES = amount(3, long=1000)
 
@@ -44,7 +44,7 @@ class Keeper:
     """``memsaver store keep``."""
 
     def __init__(self, store: str, limit: str = "1GiB", *, store_limit: str = "1GiB") -> None:
-        command = [MEMSAVER, "store", "keep", store, "--limit", limit, "--store-limit", store_limit]
+        command = [*MEMSAVER, "store", "keep", store, "--limit", limit, "--store-limit", store_limit]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         assert self.process.stdout.readline().startswith(f"keeping weights of the store {store}")
@@ -71,7 +71,7 @@ def running() -> Iterator[list[Any]]:
 
 
 def listed(store: str) -> list[dict[str, Any]]:
-    ran = subprocess.run([MEMSAVER, "store", "list", store, "--json"], capture_output=True, text=True, check=True)
+    ran = subprocess.run([*MEMSAVER, "store", "list", store, "--json"], capture_output=True, text=True, check=True)
     weights: list[dict[str, Any]] = json.loads(ran.stdout)["weights"]
     return weights
 
@@ -232,20 +232,20 @@ def test_the_limit_is_for_what_was_used_last(store: str, running: list[Any]) -> 
     give("a", "a")
     give("b", "b", "a")
     give("c", "c", "b")
-    pinned = subprocess.run([MEMSAVER, "store", "pin", store, "b"], capture_output=True, text=True, check=True)
+    pinned = subprocess.run([*MEMSAVER, "store", "pin", store, "b"], capture_output=True, text=True, check=True)
     assert pinned.stdout.startswith("pinned: ")
     give("d", "d", "b")
     give("e", "e", "b")
-    subprocess.run([MEMSAVER, "store", "pin", store, "b", "--off"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*MEMSAVER, "store", "pin", store, "b", "--off"], check=True, stdout=subprocess.DEVNULL)
     give("f", "f", "e")
-    subprocess.run([MEMSAVER, "store", "drop", store, "e"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*MEMSAVER, "store", "drop", store, "e"], check=True, stdout=subprocess.DEVNULL)
     last = listed(store)
     assert [each["model"] for each in last] == ["f"]
     assert last[0]["held_by"] == [{"process": keeper.process.pid, "keeper": True}]
     assert WEIGHTS < last[0]["bytes"] < 1.2 * WEIGHTS
-    shown = subprocess.run([MEMSAVER, "store", "list", store], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run([*MEMSAVER, "store", "list", store], capture_output=True, text=True, check=True).stdout
     assert f"keeper {keeper.process.pid}" in shown
-    failed = subprocess.run([MEMSAVER, "store", "drop", store, "e"], capture_output=True, text=True, check=False)
+    failed = subprocess.run([*MEMSAVER, "store", "drop", store, "e"], capture_output=True, text=True, check=False)
     assert failed.returncode == 2
     assert "has no weights 'e'" in failed.stderr
 
@@ -287,7 +287,7 @@ def test_a_keeper_is_small_and_ends_with_its_store(store: str, running: list[Any
     assert int(fields["VmRSS"].split()[0]) < 12 << 10  # KiB; most of it is the index and code that processes share
     assert int(fields["RssAnon"].split()[0]) < 1 << 10
     assert keeper.end(signal.SIGTERM) == 0
-    failed = subprocess.run([MEMSAVER, "store", "list", store], capture_output=True, text=True, check=False)
+    failed = subprocess.run([*MEMSAVER, "store", "list", store], capture_output=True, text=True, check=False)
     assert failed.returncode == 3
     assert "no process of this user has" in failed.stderr
 
