@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from memsaver_core import MemsaverError
@@ -16,6 +19,7 @@ from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import FleetMode as Mode
 from memsaver_core.contract.requests import MemoryRequest
 from memsaver_core.phases import PhaseLog
+from memsaver_server import Settings, attach
 from memsaver_server.fleet import (
     AsyncFleet,
     Fleet,
@@ -30,6 +34,8 @@ from memsaver_server.fleet import (
 from tests.waiting import wait_until
 
 from .conftest import Sites
+from .light_engine import LightEngine
+from .served_fleet import TRUST
 
 
 def states(result: FleetResult) -> dict[str, str]:
@@ -72,6 +78,25 @@ def test_one_that_cannot_prepare_leaves_all_as_before(fleet: Fleet, sites: Sites
     assert "b failed while preparing: no room for b. All engines are as before" in result.message
     good = "is_released" if verb == "resume" else "is_serving"
     assert all(getattr(site, good) for site in sites.values())
+
+
+def test_one_that_goes_on_preparing_after_its_answer_is_undone() -> None:
+    """It was closed to all until its lease ended."""
+    engine = LightEngine("slow")
+    with ExitStack() as ending:
+        attachment = ending.enter_context(attach(engine, settings=Settings(phase_timeout_s=0.2)))
+        ending.callback(engine.close)
+        engine.memory.hold("check_release")
+        members = StaticMembership([Member("slow", attachment.url)])
+        fleet = ending.enter_context(Fleet(members, verify=TRUST, lease_s=3600))
+        result = fleet.release()
+        assert [each.kind for each in result.failed] == ["phase_timeout"]
+        engine.memory.heal()
+        http = ending.enter_context(httpx.Client(base_url=attachment.url, timeout=600, verify=False))
+        last = lambda: http.get("/operations").json()["operations"][0]  # noqa: E731
+        wait_until(lambda: last()["finished_at"])
+        assert last()["answer"]["error"]["type"] == "cancelled", "by the fleet, not by the end of its lease"
+        assert http.get("/memory_occupation").json()["admission"]["open"]
 
 
 @pytest.mark.guards("a fleet-wide sleep reached some engines, and there was no way back")
@@ -427,10 +452,11 @@ def test_the_repeat_of_a_resume_is_no_success_with_weights_of_another_version(fl
     assert "its weights are of version 'v2', and a resume demanded 'v1'" in again.message
 
 
+@pytest.mark.parametrize("named", ["köln:1", "龍" * 64])
 @pytest.mark.parametrize("mode", ["all", "best_effort"])
-def test_an_id_may_have_letters_of_any_alphabet(fleet: Fleet, sites: Sites, mode: Mode) -> None:
-    """Every engine "gave an answer that cannot be read", as no header could carry the id."""
-    result = fleet.release(operation_id="köln:1", mode=mode)
+def test_an_id_may_have_letters_of_any_alphabet(fleet: Fleet, sites: Sites, mode: Mode, named: str) -> None:
+    """Every engine "gave an answer that cannot be read", as no header could carry the id; or refused a long one."""
+    result = fleet.release(operation_id=named, mode=mode)
     assert result.success, result.message
     assert all(site.is_released for site in sites.values())
 
@@ -454,11 +480,16 @@ def test_a_repeat_does_again_what_was_undone_since(fleet: Fleet, sites: Sites) -
     assert all(site.is_released for site in sites.values())
 
 
+@pytest.mark.parametrize("put_back_s", [0, 3600])
 @pytest.mark.parametrize("mode", ["all", "best_effort"])
-def test_a_repeat_of_what_has_failed_does_not_undo_a_later_call(fleet: Fleet, sites: Sites, mode: Mode) -> None:
-    """It released again what had succeeded, and another caller had resumed."""
+def test_a_repeat_of_what_has_failed_does_not_undo_a_later_call(
+    fleet: Fleet, sites: Sites, mode: Mode, put_back_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It released again what had succeeded, and another caller had resumed; or did so once a clock was put back."""
     sites["b"].engine.memory.fail("release", MemsaverError("no"))
     assert not fleet.release(operation_id="one", mode=mode).success
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() - put_back_s)
     if mode == "all":
         assert fleet.release(Selector(names=("c",)), operation_id="between").success
     assert fleet.resume(Selector(names=("a",)), operation_id="two").success

@@ -465,6 +465,30 @@ def test_nobody_makes_room_for_weights_that_are_being_written(engines: tuple[Eng
         assert (alpha.state(), beta.state()) == ("resident", "released")
 
 
+def test_no_request_meets_weights_that_an_update_brings_against_a_demand(engines: tuple[Engine, Engine]) -> None:
+    """Until all engines had written theirs, those that were done served what nobody had demanded."""
+    alpha, beta = engines
+    beta.ask("go")
+    with turns(engines) as http, ThreadPoolExecutor(2) as pool:
+        update = {"model_path": "any", "weight_version": "step-1"}
+        http.post("/update_weights_from_disk", json={**update, "model": "beta"}).raise_for_status()
+        demand = {"model": "beta", "weights_version": "step-1"}
+        http.post("/resume_memory_occupation", json=demand).raise_for_status()
+        assert tokens(http, "beta")
+        begun = beta.seen("begun")
+        updating = pool.submit(http.post, "/update_weights_from_disk", json={**update, "weight_version": "step-2"})
+        try:
+            version = lambda: beta.http.get("/memory_occupation").json()["weights_version"]  # noqa: E731
+            wait_until(lambda: version() == "step-2")
+            asking = pool.submit(http.post, "/v1/completions", json=asked("beta"))
+            wait_until(lambda: waiting(http, "beta") == 1 or asking.done())
+            assert not updating.done()
+        finally:
+            alpha.ask("go")
+        assert updating.result().is_success, updating.result().text
+        assert (asking.result().status_code, beta.seen("begun")) == (503, begun)
+
+
 def test_memory_that_others_hold_is_told_and_tried_anew(engines: tuple[Engine, Engine]) -> None:
     """A trainer outside the fleet takes so much that the model would not fit if all other engines were released."""
     alpha, beta = engines

@@ -42,7 +42,7 @@ from memsaver_server.fleet.members import MembershipError
 from memsaver_server.fleet.metrics import FleetMetrics
 from memsaver_server.fleet.observer import Observer
 from memsaver_server.fleet.operation import FleetOperation
-from memsaver_server.fleet.record import RecordError
+from memsaver_server.fleet.record import RecordError, version_for
 from memsaver_server.fleet.seen import occupation, total
 from memsaver_server.fleet.turns.options import TurnOptions
 from memsaver_server.fleet.turns.proxy import Proxy
@@ -367,10 +367,17 @@ class FleetController:
         raise errors.BadRequestError("a fleet passes requests for tokens on; it computes none itself")
 
     async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
-        return await self._call(selected, "Weights written", "POST", "/update_weights_from_disk", asked.model_dump())
+        return await self._update(selected, "/update_weights_from_disk", asked)
 
     async def update_from_tensor(self, selected: Fields, asked: Fields) -> Answer:
-        return await self._call(selected, "Weights written", "POST", "/update_weights_from_tensor", asked.model_dump())
+        return await self._update(selected, "/update_weights_from_tensor", asked)
+
+    async def _update(self, selected: Fields, path: str, asked: Fields) -> Answer:
+        """Write weights. Engines of whose weights callers demand a version get no request until that is known anew."""
+        demands = self._observer.status.demands
+        demanded = [each.name for each in self._engines_of(selected) if version_for(each, demands)]
+        async with self.turns.set_aside(demanded):
+            return await self._call(selected, "Weights written", "POST", path, asked.model_dump())
 
     async def _call(
         self,
@@ -384,8 +391,10 @@ class FleetController:
         """Send the same call to every selected engine; return the answer that lists theirs, and says ``done`` if all
         succeed. Raises FleetUnknownError if the members cannot be read, NotFoundError if no engine is selected."""
         engines = self._engines_of(selected)
-        rows = await call_each(engines, self._upstreams, self._observer, method, path, body, query)
-        await self._observer.look([row.name for row in rows])
+        try:
+            rows = await call_each(engines, self._upstreams, self._observer, method, path, body, query)
+        finally:
+            await self._observer.look([engine.name for engine in engines])
         return answer_of(rows, done)
 
     def _engines_of(self, fields: Fields) -> list[results.EngineStatus]:

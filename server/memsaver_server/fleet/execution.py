@@ -18,6 +18,7 @@ from functools import partial
 from hashlib import sha256
 from typing import Any, Literal
 
+from memsaver_core.contract.errors import PhaseTimeoutError
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.policies import keeps_all
 from memsaver_core.contract.requests import OPPOSITE, STATES, Selector
@@ -191,7 +192,8 @@ class Execution:
     async def _abort_one(self, part: Part) -> None:
         """Undo the preparation; if the engine cannot be reached, the end of its lease does it."""
         try:
-            if not part.operation_id and not (part.failure and part.failure.answered):
+            refused = part.failure and part.failure.answered and part.failure.kind != PhaseTimeoutError.kind
+            if not part.operation_id and not refused:
                 part.operation_id = await part.connection.find(self._request.operation, self._prepared, self._key)
             if part.operation_id:
                 await part.connection.abort(part.operation_id, self._key)

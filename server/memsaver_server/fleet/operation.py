@@ -83,7 +83,7 @@ class FleetOperation(Operation):
             cause=cause,
             wish=None if isinstance(asked, FleetResize) else Wanted.of(asked, named, client, until_asked),
             digest=asked.digest() if origin == "caller" else "",
-            prepare_key=f"{quote(named, safe=':')}-{uuid.uuid4().hex[:8]}",
+            prepare_key=f"{quote(named, safe=':')[:200]}-{uuid.uuid4().hex[:8]}",
         )
         operation.start("ask")
         return operation

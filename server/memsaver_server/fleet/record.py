@@ -39,7 +39,7 @@ class Wanted(Model):
         operation_id: the fleet's operation that wished it.
         client: who asked for that.
         until_asked: released only until the next request for its model.
-        at: when the record took it up, seconds since the epoch.
+        order: which of the operations that the record has noted left it.
     """
 
     selector: Selector
@@ -49,7 +49,7 @@ class Wanted(Model):
     operation_id: str = ""
     client: str = ""
     until_asked: bool = False
-    at: FiniteFloat = 0.0
+    order: int = 0
 
     @classmethod
     def of(cls, asked: FleetRelease | FleetResume, operation_id: str, client: str, until_asked: bool) -> Wanted:
@@ -88,6 +88,7 @@ class Known(Model):
     verb: OperationName
     outcome: Outcome  # ``begun``: one in mode ``best_effort`` whose coordinator ended first; a repeat carries it out
     at: FiniteFloat  # seconds since the epoch
+    order: int = 0  # as in ``Wanted``: says what came later, also after a clock was put back
     resized: Selector | None = None  # the engines whose KV cache it limits
 
 
@@ -120,10 +121,11 @@ class RecordContent(Model):
 
     ``ids`` has what the ids of those that have ended stand for. An id is kept for ``KEPT_S`` after the operation's end;
     beyond ``MAX_KEPT`` those that ended longest ago are dropped. One that was dropped counts as new: its request is
-    carried out, and the answer says what that did.
+    carried out, and the answer says what that did. Of the wishes, too, the last ``MAX_KEPT`` are kept.
     """
 
     version: Literal[1] = 1
+    noted: int = 0  # operations that have begun or ended so far
     wanted: tuple[Wanted, ...] = ()
     demands: tuple[Demand, ...] = ()
     running: Mapping[str, Running] = {}
@@ -139,9 +141,10 @@ class RecordContent(Model):
         resize another resize, else one that leaves a wish about one of ``tags``; none means all."""
         known = self.ids[operation_id]
         if known.resized is not None:
-            later = [each.resized for each in self.ids.values() if each.resized is not None and each.at > known.at]
+            resizes = [each for each in self.ids.values() if each.order > known.order]
+            later = [each.resized for each in resizes if each.resized is not None]
         else:
-            wishes = [wish for wish in self.wanted if wish.at > known.at]
+            wishes = [wish for wish in self.wanted if wish.order > known.order]
             later = [wish.selector for wish in wishes if not tags or not wish.tags or set(tags) & set(wish.tags)]
         return any(selector.matches(member) for member in members for selector in later)
 
@@ -161,16 +164,17 @@ class RecordContent(Model):
         the ``rest`` of what its undo could not do. Ids that are too old or too many, and what the new wishes make void,
         are not in it."""
         running = {key: each for key, each in self.running.items() if key != operation_id}
-        ids, wanted = self.ids, self.wanted
+        ids, wanted, noted = self.ids, self.wanted, self.noted + 1
         if known.digest:
             kept = [(key, each) for key, each in ids.items() if each.at > known.at - KEPT_S and key != operation_id]
-            ids = dict([*kept, (operation_id, known)][-MAX_KEPT:])
+            ids = dict([*kept, (operation_id, known.model_copy(update={"order": noted}))][-MAX_KEPT:])
         for new in (*([] if wish is None else [wish]), *rest):
             options = {name: value for name, value in new.options.items() if name != "weights_version"}
-            noted = new.model_copy(update={"options": options, "at": known.at})
-            wanted = (*(old for old in wanted if not _covers(new, old)), noted)
+            taken = new.model_copy(update={"options": options, "order": noted})
+            wanted = (*(old for old in wanted if not _covers(new, old)), taken)[-MAX_KEPT:]
         demands = self.demands if wish is None else _demands_after(wish, self.demands)
-        return self.model_copy(update={"running": running, "ids": ids, "wanted": wanted, "demands": demands})
+        changed = {"noted": noted, "running": running, "ids": ids, "wanted": wanted, "demands": demands}
+        return self.model_copy(update=changed)
 
 
 class Record(Protocol):
@@ -248,9 +252,17 @@ class FileRecord:
             os.close(folder)
 
 
+def _includes(selector: Selector, other: Selector) -> bool:
+    """Return whether ``selector`` surely selects every engine that ``other`` does."""
+    if selector in (Selector(), other):
+        return True
+    by_name = selector == Selector(names=selector.names)
+    return by_name and bool(other.names) and set(other.names) <= set(selector.names)
+
+
 def _covers(new: Wanted, old: Wanted) -> bool:
     """Return whether ``new`` leaves nothing of ``old``."""
-    selected = new.selector in (Selector(), old.selector)
+    selected = _includes(new.selector, old.selector)
     return selected and (new.tags is None or (old.tags is not None and set(old.tags) <= set(new.tags)))
 
 
@@ -281,7 +293,7 @@ def _demands_after(wish: Wanted, demands: tuple[Demand, ...]) -> tuple[Demand, .
     version = wish.options.get("weights_version")
     if wish.until_asked or not (version or wish.tags is None or "weights" in wish.tags):
         return demands
-    kept = tuple(old for old in demands if wish.selector not in (Selector(), old.selector))
+    kept = tuple(old for old in demands if not _includes(wish.selector, old.selector))
     new = Demand(selector=wish.selector, version=version, operation_id=wish.operation_id)
     return (*kept, new) if version or kept else ()
 
