@@ -136,6 +136,6 @@ def test_an_engine_is_killed_or_stopped_at_each_step(
         fleet.reconcile()
         return machine.states() == {before}
 
-    wait_until(settled, interval_s=0.05)
+    wait_until(settled, interval_s=0.5)
     assert fleet.resume().success
     assert {name: process.tokens() for name, process in machine.processes.items()} == machine.expected

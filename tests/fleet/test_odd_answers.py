@@ -154,6 +154,18 @@ def test_an_operation_fails_by_name(fleet: httpx.Client, sites: Sites, record: P
     assert '"odd"' not in record.read_text().split('"ids"')[0]
 
 
+def test_what_a_gateway_answers_is_not_the_engine_s_refusal(fleet: httpx.Client, sites: Sites) -> None:
+    """The engine went on, and was closed to all until its lease ended."""
+    b = sites["b"]
+    # What looks for the operation has a field more.
+    b.wire.answer('"prepare":true,"lease_s":30.0}', whole(504, b"<html>Gateway Time-out</html>"))
+    answer = fleet.post("/release_memory_occupation", json={"operation_id": "late"})
+    assert [row["type"] for row in answer.json()["error"]["failed"]] == ["http_504"], answer.text
+    (operation,) = b.http.get("/operations").json()["operations"]
+    assert operation["answer"]["error"]["type"] == "cancelled", "by the fleet, not by the end of its lease"
+    assert b.is_serving
+
+
 def test_a_call_of_every_engine_ends_when_its_caller_has_gone(fleet: httpx.Client, sites: Sites) -> None:
     sites["b"].wire.answer("POST /flush_cache", [])
     address = urlsplit(str(fleet.base_url))

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from memsaver_core.manifests import SharedStore, kept_in
+from tests import forks
 from tests.amount import amount
 from tests.native import injection
 from tests.programs import Ordered
@@ -71,7 +72,7 @@ def running() -> Iterator[list[Any]]:
 
 
 def listed(store: str) -> list[dict[str, Any]]:
-    ran = subprocess.run([*MEMSAVER, "store", "list", store, "--json"], capture_output=True, text=True, check=True)
+    ran = forks.run([*MEMSAVER, "store", "list", store, "--json"], capture_output=True, text=True, check=True)
     weights: list[dict[str, Any]] = json.loads(ran.stdout)["weights"]
     return weights
 
@@ -232,20 +233,20 @@ def test_the_limit_is_for_what_was_used_last(store: str, running: list[Any]) -> 
     give("a", "a")
     give("b", "b", "a")
     give("c", "c", "b")
-    pinned = subprocess.run([*MEMSAVER, "store", "pin", store, "b"], capture_output=True, text=True, check=True)
+    pinned = forks.run([*MEMSAVER, "store", "pin", store, "b"], capture_output=True, text=True, check=True)
     assert pinned.stdout.startswith("pinned: ")
     give("d", "d", "b")
     give("e", "e", "b")
-    subprocess.run([*MEMSAVER, "store", "pin", store, "b", "--off"], check=True, stdout=subprocess.DEVNULL)
+    forks.run([*MEMSAVER, "store", "pin", store, "b", "--off"], check=True, stdout=subprocess.DEVNULL)
     give("f", "f", "e")
-    subprocess.run([*MEMSAVER, "store", "drop", store, "e"], check=True, stdout=subprocess.DEVNULL)
+    forks.run([*MEMSAVER, "store", "drop", store, "e"], check=True, stdout=subprocess.DEVNULL)
     last = listed(store)
     assert [each["model"] for each in last] == ["f"]
     assert last[0]["held_by"] == [{"process": keeper.process.pid, "keeper": True}]
     assert WEIGHTS < last[0]["bytes"] < 1.2 * WEIGHTS
-    shown = subprocess.run([*MEMSAVER, "store", "list", store], capture_output=True, text=True, check=True).stdout
+    shown = forks.run([*MEMSAVER, "store", "list", store], capture_output=True, text=True, check=True).stdout
     assert f"keeper {keeper.process.pid}" in shown
-    failed = subprocess.run([*MEMSAVER, "store", "drop", store, "e"], capture_output=True, text=True, check=False)
+    failed = forks.run([*MEMSAVER, "store", "drop", store, "e"], capture_output=True, text=True, check=False)
     assert failed.returncode == 2
     assert "has no weights 'e'" in failed.stderr
 
@@ -287,7 +288,7 @@ def test_a_keeper_is_small_and_ends_with_its_store(store: str, running: list[Any
     assert int(fields["VmRSS"].split()[0]) < 12 << 10  # KiB; most of it is the index and code that processes share
     assert int(fields["RssAnon"].split()[0]) < 1 << 10
     assert keeper.end(signal.SIGTERM) == 0
-    failed = subprocess.run([*MEMSAVER, "store", "list", store], capture_output=True, text=True, check=False)
+    failed = forks.run([*MEMSAVER, "store", "list", store], capture_output=True, text=True, check=False)
     assert failed.returncode == 3
     assert "no process of this user has" in failed.stderr
 

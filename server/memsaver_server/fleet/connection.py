@@ -180,7 +180,8 @@ class Connection:
                 raise EngineFailure("unreadable", str(error)) from error
             kind = error.kind or f"http_{error.status}"
             said = str(error).replace(OR_WAIT, "")
-            raise EngineFailure(kind, f"{said}{key_advice(error.status)}", answered=True) from error
+            answered = bool(error.kind) or error.status < 500  # else a gateway before the engine gave up
+            raise EngineFailure(kind, f"{said}{key_advice(error.status)}", answered=answered) from error
         except UnreachableError as error:
             raise EngineFailure("unreachable", str(error)) from error
         except Exception as error:  # what an address answers may be anything, and must not fail other engines

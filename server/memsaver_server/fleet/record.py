@@ -252,9 +252,12 @@ class FileRecord:
             os.close(folder)
 
 
+_ALL = Selector()
+
+
 def _includes(selector: Selector, other: Selector) -> bool:
     """Return whether ``selector`` surely selects every engine that ``other`` does."""
-    if selector in (Selector(), other):
+    if selector in (_ALL, other):
         return True
     by_name = selector == Selector(names=selector.names)
     return by_name and bool(other.names) and set(other.names) <= set(selector.names)
