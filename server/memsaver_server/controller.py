@@ -17,7 +17,9 @@ from memsaver_core.contract.model import Model
 from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, Resume, Verb
 from memsaver_core.contract.status import HealthAnswer, OccupationAnswer
 from memsaver_server.metrics import CallerFigures
+from memsaver_server.operation.history import History
 from memsaver_server.operation.operation import Operation as Operation
+from memsaver_server.operation.queue import OperationQueue
 
 #: Poll interval of a stream of events, seconds.
 TICK_S = 0.1
@@ -108,6 +110,7 @@ class Controller(Protocol[OperationT]):
     """Use it in one event loop, except ``close``. Methods raise errors of the contract."""
 
     models: Models
+    operations: OperationQueue | History[OperationT]  # those that are remembered
     closing: threading.Event  # set by ``close``: streams end
     name: str
     capabilities: frozenset[Capability]
@@ -135,12 +138,25 @@ class Controller(Protocol[OperationT]):
 
     def describe(self, operation: OperationT) -> dict[str, Any]:
         """Return an operation in any status, as JSON."""
-
-    def find(self, operation_id: str) -> OperationT:
-        """Return an operation, or raise NotFoundError if it is not remembered."""
-
-    def recent(self) -> Sequence[OperationT]:
-        """Return the remembered operations, newest first."""
+        status = reports.OperationStatusAnswer(
+            operation_id=operation.id,
+            operation=operation.request.operation,
+            status=operation.status,
+            phase=operation.phase,
+            stalled=operation.stall(),
+            tags=operation.request.tags or None,
+            client=operation.client,
+            callers=operation.callers,
+            created_at=operation.created_at,
+            started_at=operation.started_at,
+            finished_at=operation.finished_at,
+            seconds=operation.elapsed_s(),
+            progress=operation.copies(),
+            phases=operation.phases,
+            answer=None,
+        )
+        answer = self.answer(operation).body if operation.has_ended else None
+        return {**status.model_dump(mode="json"), "answer": answer, **operation.described()}
 
     async def commit(self, operation: OperationT, key: str | None = None) -> None:
         """Carry out what is prepared; wait for its end. Raises ConflictError if it was prepared under another
@@ -178,12 +194,6 @@ class Controller(Protocol[OperationT]):
 
     def readings(self) -> Iterable[dict[str, Any]]:
         """Return device memory in use over the last minutes."""
-
-    def mark(self, operation: OperationT) -> object:
-        """Return what differs once an operation is to be shown again."""
-
-    def timeline(self, operation: OperationT) -> dict[str, Any]:
-        """Return an operation as ``describe``, with the beginnings of its phases."""
 
     async def shown(self) -> dict[str, Any]:
         """Return what is held now, and when it was read, with the devices to draw."""

@@ -19,7 +19,7 @@ from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, R
 from memsaver_core.contract.status import AdmissionStatus, HealthAnswer, OccupationAnswer, OccupiedDevice
 from memsaver_server import clock
 from memsaver_server.audit import AuditLog
-from memsaver_server.controller import TICK_S, Answer, Capability, EngineState, Models
+from memsaver_server.controller import TICK_S, Answer, Capability, Controller, EngineState, Models
 from memsaver_server.engine import (
     Engine,
     GeneratingEngine,
@@ -59,8 +59,8 @@ GENERATE_TIMEOUT_S = 20.0
 _NOTHING_WRITTEN = (ValueError, OSError)
 
 
-class EngineController:
-    """Implements ``Controller``. The program that runs the engine may use its ``lifecycle``."""
+class EngineController(Controller[Operation]):
+    """The program that runs the engine may use its ``lifecycle``."""
 
     models = Models()
 
@@ -80,6 +80,7 @@ class EngineController:
         self._audit = AuditLog(settings.audit_file)
         self._monitor = DeviceMonitor(memory=memory_of(engine))
         self.lifecycle = Lifecycle(engine, settings, self._record)
+        self.operations = self.lifecycle.operations
         bounds = cache_bounds(settings.kv_cache) if settings.kv_cache else None
         self._cache = ElasticCache(engine, self.lifecycle, bounds) if isinstance(engine, ResizableEngine) else None
         self.lifecycle.fit_cache = None if self._cache is None else self._cache.fit
@@ -102,7 +103,7 @@ class EngineController:
         if self._balancer is not None:
             self._balancer.stop()
         self._monitor.stop()
-        self.lifecycle.operations.close()
+        self.operations.close()
         self._audit.close()
 
     async def end(self) -> None:
@@ -159,33 +160,6 @@ class EngineController:
         }
         return Answer({**failed.body, **about}, failed.status, failed.headers)
 
-    def describe(self, operation: Operation) -> dict[str, Any]:
-        status = reports.OperationStatusAnswer(
-            operation_id=operation.id,
-            operation=operation.request.operation,
-            status=operation.status,
-            phase=operation.phase,
-            stalled=operation.stall(),
-            tags=operation.request.tags or None,
-            client=operation.client,
-            callers=operation.callers,
-            created_at=operation.created_at,
-            started_at=operation.started_at,
-            finished_at=operation.finished_at,
-            seconds=operation.elapsed_s(),
-            progress=_progress(operation),
-            phases=operation.phases,
-            answer=None,
-        )
-        answer = self.answer(operation).body if operation.has_ended else None
-        return {**status.model_dump(mode="json"), "answer": answer}
-
-    def find(self, operation_id: str) -> Operation:
-        return self.lifecycle.operations.find(operation_id)
-
-    def recent(self) -> Sequence[Operation]:
-        return self.lifecycle.operations.recent()
-
     async def commit(self, operation: Operation, key: str | None = None) -> None:
         try:
             operation.commit(key)
@@ -195,7 +169,7 @@ class EngineController:
 
     async def cancel(self, operation: Operation, by: str, key: str | None = None, *, force: bool = False) -> None:
         operation.check_owner(key, by if force else None)
-        self.lifecycle.operations.cancel(operation, by)
+        self.operations.cancel(operation, by)
         try:
             await asyncio.wait_for(self._reached(operation, operation.ended()), CANCEL_S)
         except asyncio.TimeoutError:
@@ -222,7 +196,7 @@ class EngineController:
             if operation.phase and operation.phase != current:
                 current = operation.phase
                 yield "phase", {"name": current}
-            now = _progress(operation)
+            now = operation.copies()
             if now is not None and now != last_progress:
                 last_progress = now
                 yield "progress", now.model_dump()
@@ -253,7 +227,7 @@ class EngineController:
             message=f"prepared to {planned_text(plan.operation, plan.tags)}. POST {path} with commit={operation.id} "
             f"does it; POST /operations/{operation.id}/abort undoes the preparation, as does the end of the lease",
             **dict(operation.prepared_state()),
-            expected_s=expected_s(plan, self.recent()),
+            expected_s=expected_s(plan, self.operations.recent()),
             tags=plan.tags,
         )
 
@@ -264,7 +238,7 @@ class EngineController:
             if reached.done():
                 return
             self.lifecycle.raise_if_rank_lost()
-            running = self.lifecycle.operations.running
+            running = self.operations.running
             if running is not None and (stall := running.stall()) is not None:
                 raise errors.PhaseTimeoutError(running.stall_message(stall), stall.phase, running.id)
 
@@ -413,12 +387,6 @@ class EngineController:
             for sample in self._monitor.history()
         ]
 
-    def mark(self, operation: Operation) -> object:
-        return operation.status, operation.phase, len(operation.phases)
-
-    def timeline(self, operation: Operation) -> dict[str, Any]:
-        return {**self.describe(operation), "phase_starts": list(operation.phase_starts)}
-
     async def shown(self) -> dict[str, Any]:
         sample = await self._fresh()
         return {"at": sample.at, **self._occupation(sample).model_dump(mode="json")}
@@ -495,21 +463,6 @@ def _kind(error: BaseException) -> str:
 
 def _health(now: Snapshot, reason: str) -> HealthAnswer:
     return HealthAnswer(status="unavailable" if reason else "ok", state=now.state, reason=reason)
-
-
-def _progress(operation: Operation) -> reports.ProgressAnswer | None:
-    """Return the progress of a running operation as the core counts it, or None while nothing is copied."""
-    now = operation.progress
-    if not operation.is_running or now.operation != operation.request.operation:
-        return None
-    rate = now.done_bytes / now.seconds if now.seconds > 0 else 0.0
-    return reports.ProgressAnswer(
-        done_bytes=now.done_bytes,
-        total_bytes=now.total_bytes,
-        copied_bytes=now.copied_bytes,
-        gb_per_s=rate / 1e9,
-        seconds_left=(now.total_bytes - now.done_bytes) / rate if rate else None,
-    )
 
 
 def _message(report: reports.OperationReport) -> str:

@@ -33,7 +33,7 @@ from memsaver_core.contract.requests import (
 from memsaver_core.contract.status import HealthAnswer
 from memsaver_server.audit import AuditLog
 from memsaver_server.client.requests import path_of
-from memsaver_server.controller import TICK_S, Answer, Capability, EngineState, Models
+from memsaver_server.controller import TICK_S, Answer, Capability, Controller, EngineState, Models
 from memsaver_server.fleet import results
 from memsaver_server.fleet.broadcast import answer_of, call_each
 from memsaver_server.fleet.budget import Place, add_needs
@@ -59,8 +59,8 @@ TURNS = "turns"
 GRACE_S = 5.0
 
 
-class FleetController:
-    """Implements ``Controller`` and ``turns.Mover``. Use it in one event loop, except ``close``."""
+class FleetController(Controller[FleetOperation]):
+    """Implements ``turns.Mover``, too. Use it in one event loop, except ``close``."""
 
     name = "fleet"
     capabilities: frozenset[Capability] = frozenset({"update", "resize", "models"})
@@ -95,7 +95,7 @@ class FleetController:
         self.proxy = Proxy(self.turns, self, self._upstreams, self._observer.keys)
         self._metrics = FleetMetrics(self._observer, self.turns, callers)
         self._audit = AuditLog(settings.audit_file)
-        fleet.history = History(settings.history)
+        self.operations = fleet.history = History(settings.history)
         fleet.around, fleet.on_ended = self._around, self._record
         self._kept: list[asyncio.Task[None]] = []
 
@@ -169,36 +169,6 @@ class FleetController:
         answer = Answer.error(status, kind, result.message, 1 if status == 503 else None, failed=rows)
         answer.body["error"]["status"] = status
         return Answer({**answer.body, **done.body}, status, answer.headers)
-
-    def describe(self, operation: FleetOperation) -> dict[str, Any]:
-        asked, result = operation.request, operation.result
-        seconds = result.seconds if result else operation.elapsed_s()
-        return {
-            "operation_id": operation.id,
-            "operation": asked.operation,
-            "status": operation.status,
-            "phase": operation.phase,
-            "stalled": None,
-            "tags": list(asked.tags) or None,
-            "client": operation.client,
-            "origin": operation.origin,
-            "cause": operation.cause,
-            "callers": operation.callers,
-            "created_at": operation.created_at,
-            "started_at": operation.created_at,
-            "finished_at": operation.finished_at,
-            "seconds": seconds,
-            "progress": None,
-            "phases": [],
-            "answer": self.answer(operation).body if operation.has_ended else None,
-            "engines": operation.engines,
-        }
-
-    def find(self, operation_id: str) -> FleetOperation:
-        return self._fleet.history.find(operation_id)
-
-    def recent(self) -> Sequence[FleetOperation]:
-        return self._fleet.history.recent()
 
     async def commit(self, operation: FleetOperation, key: str | None = None) -> None:
         message = f"{operation.request.operation} {operation.id} cannot be committed"
@@ -324,12 +294,6 @@ class FleetController:
 
     def readings(self) -> Iterable[dict[str, Any]]:
         return list(self._observer.readings)
-
-    def mark(self, operation: FleetOperation) -> object:
-        return operation.status, operation.phase, operation.engines
-
-    def timeline(self, operation: FleetOperation) -> dict[str, Any]:
-        return {**self.describe(operation), "phase_starts": [operation.created_at] if operation.phase else []}
 
     async def shown(self) -> dict[str, Any]:
         now = self._occupation()

@@ -11,7 +11,6 @@ from urllib.parse import quote
 
 from memsaver_core.contract.errors import LeaseEndedError, TooLateToCancelError
 from memsaver_core.contract.requests import Asked, AskedOfFleet, FleetRelease, FleetResize
-from memsaver_server import clock
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.record import Known, Outcome, Running, Wanted
 from memsaver_server.fleet.results import FleetProgress, FleetResult, Origin
@@ -63,7 +62,6 @@ class FleetOperation(Operation):
     parts: list[Part] = field(default_factory=list)
     given_up: asyncio.Event = field(default_factory=asyncio.Event)  # too late once it is ``committing``
     how: How = "aborted"  # how it ended; what is not ``done`` yet counts as ``aborted``
-    began: float = field(default_factory=clock.monotonic)
     overtaken: bool = False  # by a later call about its engines, or perhaps by an update of their weights
     repeated: bool = False  # it did nothing: the record knew its id
     task: asyncio.Task[FleetResult] | None = None
@@ -132,6 +130,10 @@ class FleetOperation(Operation):
         return "" if self.has_ended else self.state
 
     @property
+    def phase_starts(self) -> tuple[float, ...]:
+        return (self.created_at,) if self.phase else ()
+
+    @property
     def can_be_cancelled(self) -> bool:
         return self.how == "aborted" and not self.has_ended and self.table.allows(self.state, "cancel")
 
@@ -151,7 +153,7 @@ class FleetOperation(Operation):
         """Record how it ended, and let its callers know. ``error``: it could not be begun."""
         with self.changed:
             self.report, self.error = result, error
-            self.finished_at, self.seconds = time.time(), self.elapsed_s()
+            self.finished_at, self.seconds = time.time(), result.seconds if result is not None else self.elapsed_s()
             if result is not None and result.success:
                 self.advance("done")
             else:
@@ -159,11 +161,12 @@ class FleetOperation(Operation):
                 self.advance("cancelled" if given_up else "failed")
         self.answer_callers()
 
+    def described(self) -> dict[str, object]:
+        return {"origin": self.origin, "cause": self.cause, "engines": self.engines}
+
     def audited(self) -> dict[str, object]:
-        about: dict[str, object] = {"origin": self.origin, "cause": self.cause, "engines": self.engines}
-        if self.result is not None and not self.result.success:
-            about["error"] = self.result.message
-        return about
+        result = self.result
+        return {**self.described(), **({"error": result.message} if result and not result.success else {})}
 
     def progress_now(self) -> FleetProgress:
         return FleetProgress(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from memsaver_core.contract.reports import held_by
-from memsaver_server import clock
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.results import FleetResult, common, count_of
@@ -34,7 +33,7 @@ def result_of(operation: FleetOperation, prepared_for_s: float, coordinator: str
         resumed_bytes=sum(engine.resumed_bytes for engine in engines),
         mode=asked.fleet_mode,
         rolled_back=operation.how == "undone" and not strays,
-        seconds=clock.monotonic() - operation.began,
+        seconds=operation.elapsed_s(),
         engines=tuple(engines),
     )
 
