@@ -6,9 +6,12 @@ dialect. What a request does, to how many engines, is the controller's.
 
 from __future__ import annotations
 
+import asyncio
+import platform
 import threading
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib import metadata
 from typing import Any, Literal, Protocol, TypeVar
 
 from memsaver_core.contract import reports
@@ -54,6 +57,11 @@ class Answer:
         if retry_after_s is not None:
             headers["Retry-After"] = str(retry_after_s)
         return cls({"success": False, "message": message, "error": about}, status, headers)
+
+    def of_operation(self, **about: Any) -> Answer:
+        """Return this answer of a failed operation, with its status for readers of the operation, who get a 200."""
+        error = {**self.body["error"], "status": self.status}
+        return replace(self, body={**self.body, "error": error, **about})
 
     @classmethod
     def failure(cls, error: BaseException) -> Answer:
@@ -165,8 +173,38 @@ class Controller(Protocol[OperationT]):
     async def cancel(self, operation: OperationT, by: str, key: str | None = None, *, force: bool = False) -> None:
         """Give up an operation that moves no memory yet; wait for its end. Raises as ``commit``, unless ``force``."""
 
-    def events(self, operation: OperationT) -> AsyncIterator[tuple[str, Any]]:
+    async def events(self, operation: OperationT) -> AsyncIterator[tuple[str, Any]]:
         """Yield the events of an operation, the last one ``done``."""
+        sent = 0  # phases
+        current = stalled_in = ""
+        last_progress: reports.ProgressAnswer | None = None
+        stages: dict[str, str] = {}  # of engines
+        ended = operation.ended()
+        while not self.closing.is_set():
+            done = operation.done.done()
+            phases = operation.phases
+            for phase in phases[sent:]:
+                yield "phase_done", phase.model_dump(mode="json")
+            sent = len(phases)
+            if operation.phase and operation.phase != current:
+                current = operation.phase
+                yield "phase", {"name": current}
+            now = operation.copies()
+            if now is not None and now != last_progress:
+                last_progress = now
+                yield "progress", now.model_dump()
+            stall = operation.stall()
+            if stall is not None and stall.phase != stalled_in:
+                stalled_in = stall.phase
+                yield "stalled", stall.model_dump()
+            for name, stage in operation.engines.items():
+                if stages.get(name) != stage:
+                    stages[name] = stage
+                    yield "engine", {"name": name, "stage": stage}
+            if done:
+                yield "done", self.answer(operation).body
+                return
+            await asyncio.wait({ended}, timeout=TICK_S)
 
     async def plan(self, asked: Asked) -> Answer:
         """Return what an operation would do."""
@@ -185,7 +223,8 @@ class Controller(Protocol[OperationT]):
     async def generates(self) -> Answer:
         """Return whether a token is generated now."""
 
-    def version(self) -> dict[str, str]: ...
+    def version(self) -> dict[str, str]:
+        return {"version": metadata.version("memsaver"), "python": platform.python_version()}
 
     def scrape(self) -> bytes:
         """Return the metrics in Prometheus' format."""
@@ -219,12 +258,10 @@ class Controller(Protocol[OperationT]):
 
     async def generate(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Serve one request for tokens; only with the capability."""
+        raise AssertionError("without the capability there is no such route")
 
-    async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
-        """Overwrite the weights with those of a checkpoint folder."""
-
-    async def update_from_tensor(self, selected: Fields, asked: Fields) -> Answer:
-        """Overwrite some weights with those in a body."""
+    async def update(self, selected: Fields, asked: Fields, source: Literal["disk", "tensor"]) -> Answer:
+        """Overwrite the weights with those of a checkpoint folder, or some with those in a body."""
 
 
 def accepted(operation: Operation) -> Answer:

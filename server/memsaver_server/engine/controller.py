@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-import platform
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from memsaver_core.contract import errors, reports
 from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, ResizeKvCache, Resume
 from memsaver_core.contract.status import AdmissionStatus, HealthAnswer, OccupationAnswer, OccupiedDevice
 from memsaver_server import clock
 from memsaver_server.audit import AuditLog
-from memsaver_server.controller import TICK_S, Answer, Capability, Controller, EngineState, Models
+from memsaver_server.controller import Answer, Capability, Controller, EngineState, Models
 from memsaver_server.engine import (
     Engine,
     GeneratingEngine,
@@ -64,7 +63,7 @@ class EngineController(Controller[Operation]):
 
     models = Models()
 
-    def __init__(self, engine: Engine, settings: Settings, callers: CallerFigures) -> None:
+    def __init__(self, engine: Engine, settings: Settings) -> None:
         relay()
         self.engine = engine
         self.name = engine.name
@@ -75,7 +74,7 @@ class EngineController(Controller[Operation]):
         }
         self.capabilities = frozenset(name for name, kind in kinds.items() if isinstance(engine, kind))
         self.closing = threading.Event()
-        self.callers = callers
+        self.callers = CallerFigures()
         self._settings = settings
         self._audit = AuditLog(settings.audit_file)
         self._monitor = DeviceMonitor(memory=memory_of(engine))
@@ -84,7 +83,7 @@ class EngineController(Controller[Operation]):
         bounds = cache_bounds(settings.kv_cache) if settings.kv_cache else None
         self._cache = ElasticCache(engine, self.lifecycle, bounds) if isinstance(engine, ResizableEngine) else None
         self.lifecycle.fit_cache = None if self._cache is None else self._cache.fit
-        self._metrics = EngineMetrics(self._monitor, self.lifecycle, self._cache, callers)
+        self._metrics = EngineMetrics(self._monitor, self.lifecycle, self._cache, self.callers)
         self._id = uuid.uuid4().hex[:12]
         self._balancer: Balancer | None = None
         if bounds is not None and self._cache is not None:
@@ -148,17 +147,15 @@ class EngineController(Controller[Operation]):
                 )
             )
         failed = Answer.failure(operation.error)
-        failed.body["error"]["status"] = failed.status  # for readers of the operation, whose own status is 200
         if operation.log.failed:
             failed.body["error"].setdefault("phase", operation.log.failed)
-        about = {
-            "operation": operation.request.operation,
-            "operation_id": operation.id,
-            "state": operation.memory_state,
-            "seconds": operation.seconds,
-            "phases": [phase.model_dump(mode="json") for phase in operation.phases],
-        }
-        return Answer({**failed.body, **about}, failed.status, failed.headers)
+        return failed.of_operation(
+            operation=operation.request.operation,
+            operation_id=operation.id,
+            state=operation.memory_state,
+            seconds=operation.seconds,
+            phases=[phase.model_dump(mode="json") for phase in operation.phases],
+        )
 
     async def commit(self, operation: Operation, key: str | None = None) -> None:
         try:
@@ -181,33 +178,6 @@ class EngineController(Controller[Operation]):
                 operation.phase,
                 operation.id,
             ) from None
-
-    async def events(self, operation: Operation) -> AsyncIterator[tuple[str, Any]]:
-        sent = 0  # phases
-        current = stalled_in = ""
-        last_progress: reports.ProgressAnswer | None = None
-        ended = operation.ended()
-        while not self.closing.is_set():
-            done = operation.done.done()
-            phases = operation.phases
-            for phase in phases[sent:]:
-                yield "phase_done", phase.model_dump(mode="json")
-            sent = len(phases)
-            if operation.phase and operation.phase != current:
-                current = operation.phase
-                yield "phase", {"name": current}
-            now = operation.copies()
-            if now is not None and now != last_progress:
-                last_progress = now
-                yield "progress", now.model_dump()
-            stall = operation.stall()
-            if stall is not None and stall.phase != stalled_in:
-                stalled_in = stall.phase
-                yield "stalled", stall.model_dump()
-            if done:
-                yield "done", self.answer(operation).body
-                return
-            await asyncio.wait({ended}, timeout=TICK_S)
 
     async def plan(self, asked: Asked) -> Answer:
         asked = asked.resolved(self._settings.drain_timeout_s)
@@ -319,8 +289,7 @@ class EngineController(Controller[Operation]):
 
     def version(self) -> dict[str, str]:
         return {
-            "version": metadata.version("memsaver"),
-            "python": platform.python_version(),
+            **super().version(),
             "torch": metadata.version("torch"),
             "driver": self.lifecycle.snapshot().status.driver,
             "engine": self.name,
@@ -426,17 +395,14 @@ class EngineController(Controller[Operation]):
         except ValueError as error:
             raise errors.BadRequestError(str(error)) from None
 
-    async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
-        return await self._update(cast(UpdatableEngine, self.engine).update_weights_from_disk, **dict(asked))
-
-    async def update_from_tensor(self, selected: Fields, asked: Fields) -> Answer:
-        return await self._update(cast(UpdatableEngine, self.engine).update_weights_from_tensor, **dict(asked))
-
-    async def _update(self, write: Callable[..., int], weight_version: str | None, **given: Any) -> Answer:
-        first = given.pop("model_path" if "model_path" in given else "serialized_named_tensors")
+    async def update(self, selected: Fields, asked: Fields, source: Literal["disk", "tensor"]) -> Answer:
+        write: Callable[..., int] = getattr(self.engine, f"update_weights_from_{source}")
+        given = dict(asked)
+        version = given.pop("weight_version")
+        first = given.pop("model_path" if source == "disk" else "serialized_named_tensors")
 
         def update() -> int:
-            with self.lifecycle.writing(version=weight_version, refusals=_NOTHING_WRITTEN):
+            with self.lifecycle.writing(version=version, refusals=_NOTHING_WRITTEN):
                 return write(first, **given)
 
         try:

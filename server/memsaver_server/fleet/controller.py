@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import platform
 import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -33,16 +31,14 @@ from memsaver_core.contract.requests import (
 from memsaver_core.contract.status import HealthAnswer
 from memsaver_server.audit import AuditLog
 from memsaver_server.client.requests import path_of
-from memsaver_server.controller import TICK_S, Answer, Capability, Controller, EngineState, Models
+from memsaver_server.controller import Answer, Capability, Controller, EngineState, Models
 from memsaver_server.fleet import results
 from memsaver_server.fleet.broadcast import answer_of, call_each
 from memsaver_server.fleet.budget import Place, add_needs
 from memsaver_server.fleet.fleet import AsyncFleet
-from memsaver_server.fleet.members import MembershipError
 from memsaver_server.fleet.metrics import FleetMetrics
 from memsaver_server.fleet.observer import Observer
 from memsaver_server.fleet.operation import FleetOperation
-from memsaver_server.fleet.record import RecordError
 from memsaver_server.fleet.seen import occupation, total
 from memsaver_server.fleet.turns.options import TurnOptions
 from memsaver_server.fleet.turns.proxy import Proxy
@@ -81,19 +77,17 @@ class FleetController(Controller[FleetOperation]):
         },
     )
 
-    def __init__(
-        self, fleet: AsyncFleet, settings: Settings, turns: TurnOptions, engine_key: str | None, callers: CallerFigures
-    ) -> None:
+    def __init__(self, fleet: AsyncFleet, settings: Settings, turns: TurnOptions, engine_key: str | None) -> None:
         relay()
         self.closing = threading.Event()
-        self.callers = callers
+        self.callers = CallerFigures()
         self._fleet = fleet
         self._settings = settings
         self._observer = Observer(fleet, engine_key, lambda status: self.turns.update(status))
         self.turns = Turns(turns, self)
         self._upstreams = Upstreams(fleet.verify)
         self.proxy = Proxy(self.turns, self, self._upstreams, self._observer.keys)
-        self._metrics = FleetMetrics(self._observer, self.turns, callers)
+        self._metrics = FleetMetrics(self._observer, self.turns, self.callers)
         self._audit = AuditLog(settings.audit_file)
         self.operations = fleet.history = History(settings.history)
         fleet.around, fleet.on_ended = self._around, self._record
@@ -124,11 +118,7 @@ class FleetController(Controller[FleetOperation]):
         asked = asked.resolved(self._settings.drain_timeout_s)
         named = asked.operation_id or (uuid.uuid5(uuid.NAMESPACE_URL, key).hex[:12] if key else None)
         if named is not None:
-            name, noun = ("operation_id", "id") if asked.operation_id else ("Idempotency-Key", "key")
-            try:
-                await self._fleet.check(asked.digest(), named, f"{name} {asked.operation_id or key!r}", noun)
-            except RecordError as error:
-                raise _public(error) from None
+            await self._fleet.check(asked, named, None if asked.operation_id else key)
         return self._start(asked, client, named)
 
     def _start(self, asked: AskedOfFleet, client: str, key: str | None) -> FleetOperation:
@@ -155,10 +145,9 @@ class FleetController(Controller[FleetOperation]):
     def answer(self, operation: FleetOperation) -> Answer:
         result = operation.result
         if result is None:
-            failed = Answer.failure(_public(operation.error))
-            failed.body["error"]["status"] = failed.status
+            assert operation.error is not None
             about = {"operation": operation.request.operation, "operation_id": operation.id, "engines": []}
-            return Answer({**failed.body, **about}, failed.status, failed.headers)
+            return Answer.failure(operation.error).of_operation(**about)
         done = Answer.of(result.model_copy(update={"operation_id": operation.id}))
         if result.success:
             return done
@@ -166,9 +155,8 @@ class FleetController(Controller[FleetOperation]):
         kind = "cancelled" if cancelled else next((each.kind for each in result.failed if each.kind), "failed")
         status = 409 if cancelled else next((errors.status_of(each.kind) for each in result.failed), 500)
         rows = [{"name": each.name, "type": each.kind, "message": each.error} for each in result.failed]
-        answer = Answer.error(status, kind, result.message, 1 if status == 503 else None, failed=rows)
-        answer.body["error"]["status"] = status
-        return Answer({**answer.body, **done.body}, status, answer.headers)
+        failed = Answer.error(status, kind, result.message, 1 if status == 503 else None, failed=rows)
+        return failed.of_operation(**done.body)
 
     async def commit(self, operation: FleetOperation, key: str | None = None) -> None:
         message = f"{operation.request.operation} {operation.id} cannot be committed"
@@ -183,24 +171,6 @@ class FleetController(Controller[FleetOperation]):
             raise errors.TooLateToCancelError(str(error)) from None
         await operation.ended()
         operation.go("cancel")  # refused if it was too late all the same
-
-    async def events(self, operation: FleetOperation) -> AsyncIterator[tuple[str, Any]]:
-        stage = ""
-        done = operation.ended()
-        engines: dict[str, str] = {}
-        while not self.closing.is_set():
-            ended = operation.has_ended
-            if operation.phase and operation.phase != stage:
-                stage = operation.phase
-                yield "phase", {"name": stage}
-            for name, each in operation.engines.items():
-                if engines.get(name) != each:
-                    engines[name] = each
-                    yield "engine", {"name": name, "stage": each}
-            if ended:
-                yield "done", self.answer(operation).body
-                return
-            await asyncio.wait({done}, timeout=TICK_S)
 
     async def plan(self, asked: Asked) -> Answer:
         assert isinstance(asked, AskedOfFleet)
@@ -229,8 +199,8 @@ class FleetController(Controller[FleetOperation]):
                 await self._observer.look(names)
 
     def _record(self, operation: FleetOperation) -> None:
-        error, result = _public(operation.error), operation.result
-        outcome = getattr(error, "kind", "internal_error")
+        result = operation.result
+        outcome = getattr(operation.error, "kind", "internal_error")
         if result is not None:
             outcome = "success" if result.success else next((each.kind for each in result.failed), "cancelled")
         counted = self._metrics.reconciled if operation.origin == "reconciler" else self._metrics.operations
@@ -255,10 +225,7 @@ class FleetController(Controller[FleetOperation]):
     async def move(self, verb: Verb, names: Sequence[str], **options: Any) -> results.FleetResult:
         asked = ASKED_OF_FLEET[verb](selector=Selector(names=tuple(names)), wait=True, **options)
         operation = self._start(asked.resolved(self._settings.drain_timeout_s), TURNS, None)
-        try:
-            return await operation.outcome()
-        except Exception as error:
-            raise _public(error) from None
+        return await operation.outcome()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -279,9 +246,6 @@ class FleetController(Controller[FleetOperation]):
 
     async def generates(self) -> Answer:
         return await self._call(Selected(), "A token was generated", "GET", "/health_generate")
-
-    def version(self) -> dict[str, str]:
-        return {"version": metadata.version("memsaver"), "python": platform.python_version()}
 
     def scrape(self) -> bytes:
         return self._metrics.scrape()
@@ -327,14 +291,9 @@ class FleetController(Controller[FleetOperation]):
         body = {"tags": list(tags)} if tags else {}
         return await self._call(selected, "Content counts as written", "POST", "/content_written", body)
 
-    async def generate(self, asked: dict[str, Any]) -> dict[str, Any]:
-        raise errors.BadRequestError("a fleet passes requests for tokens on; it computes none itself")
-
-    async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
-        return await self._call(selected, "Weights written", "POST", "/update_weights_from_disk", asked.model_dump())
-
-    async def update_from_tensor(self, selected: Fields, asked: Fields) -> Answer:
-        return await self._call(selected, "Weights written", "POST", "/update_weights_from_tensor", asked.model_dump())
+    async def update(self, selected: Fields, asked: Fields, source: Literal["disk", "tensor"]) -> Answer:
+        path = f"/update_weights_from_{source}"
+        return await self._call(selected, "Weights written", "POST", path, asked.model_dump())
 
     async def _call(
         self,
@@ -360,20 +319,8 @@ class FleetController(Controller[FleetOperation]):
         selector = fields.selected()
         engines = [engine for engine in self._observer.status.engines if selector.matches(engine)]
         strangers = sorted(set(selector.names) - self._observer.members.keys())
-        if nobody := results.NoEngineError.of(selector, engines, strangers):
-            raise _public(nobody)
+        results.NoEngineError.check(selector, engines, strangers)
         return engines
-
-
-def _public(error: BaseException | None) -> BaseException:
-    """Return, as callers of a service know it, the error of an operation that could not begin."""
-    if isinstance(error, results.NoEngineError):
-        return errors.NotFoundError(str(error))
-    if isinstance(error, results.FleetError):
-        return errors.BadRequestError(str(error))
-    if isinstance(error, (MembershipError, RecordError)):
-        return errors.FleetUnknownError(str(error))
-    return error or RuntimeError("the operation has not ended")
 
 
 def _row(engine: results.EngineStatus) -> EngineState:

@@ -261,23 +261,22 @@ class AsyncFleet:
     async def run(self, asked: AskedOfFleet) -> FleetResult:
         asked = asked.resolved(DEFAULT_TIMEOUT_S)
         named = asked.operation_id or ""
-        await self.check(asked.digest(), named, f"operation_id {named!r}", "id")
+        await self.check(asked, named)
         operation = self.known(asked, named) or self.start(FleetOperation.of(asked, named, self._coordinator.name))
         return await operation.outcome()
 
-    async def check(self, digest: str, operation_id: str, name: str, noun: str) -> None:
-        """Raise IdempotencyKeyError if an id, which it calls ``name``, a ``noun``, stands for another request than that
-        of ``digest``, or RecordError if the record cannot be read. The id is taken by a ``start`` that follows at once.
-        """
+    async def check(self, asked: AskedOfFleet, operation_id: str, key: str | None = None) -> None:
+        """Raise IdempotencyKeyError if an id, which may be made from a caller's ``key``, stands for another request,
+        or RecordError if the record cannot be read. The id is taken by a ``start`` that follows at once."""
         if not operation_id:
             return
-        record = await self._keeper.load()
+        digest, record = asked.digest(), await self._keeper.load()
         first = record.first(operation_id, digest)
         running = self.history.get(operation_id)
         if running is not None and not running.has_ended and running.digest != digest:
             first = f"{running.request.operation} {operation_id}"
         if first:
-            raise reused(name, first, noun)
+            raise reused(first, key, operation_id)
         if running is not None and running.has_ended and record.known(operation_id) is not None:
             members = [part.member for part in running.parts]
             demands = getattr(running.asked, "weights_version", None) is not None  # an update may have come since
@@ -348,8 +347,7 @@ class AsyncFleet:
         selector = operation.asked.selected()
         parts = await self.roster.parts(selector, partial(setattr, operation, "parts"))
         strangers = await self.roster.strangers(selector, parts) if parts else []
-        if nobody := NoEngineError.of(selector, parts, strangers):
-            raise nobody
+        NoEngineError.check(selector, parts, strangers)
         return parts
 
     def _lock_names(self, operation: FleetOperation, parts: Sequence[Part]) -> set[str]:

@@ -139,7 +139,6 @@ class FleetOperation(Operation):
 
     @property
     def engines(self) -> dict[str, str]:
-        """The stage of each engine, as in ``FleetProgress``."""
         if self.result is None:
             return {part.member.name: part.shown for part in self.parts}
         rows = self.result.engines

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import FiniteFloat, ValidationError
 
+from memsaver_core.contract.errors import FleetUnknownError
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.phases import OperationName
 from memsaver_core.contract.requests import ASKED_OF_FLEET, STATES, Described, FleetRelease, FleetResume, Selector, Verb
@@ -184,7 +185,7 @@ class Record(Protocol):
         with the reason, if it cannot be written: the old one is still there."""
 
 
-class RecordError(Exception):
+class RecordError(FleetUnknownError):
     """The record cannot be read or written; the message says why."""
 
 

@@ -209,6 +209,11 @@ class Operation:
         """Whether an equal call may join it; if it is to be prepared, one of its key, or without one, of its client."""
         return not self.blocks_others or (key == self.key if self.key is not None else client == self.client)
 
+    @property
+    def engines(self) -> dict[str, str]:
+        """The stage of each engine, as in ``FleetProgress``; none for an operation of one engine."""
+        return {}
+
     def described(self) -> dict[str, object]:
         """Return what callers see of it beyond what every operation has."""
         return {}
