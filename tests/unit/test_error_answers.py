@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 import memsaver_server.app
-import memsaver_server.fleet.turns.errors
 import memsaver_server.fleet.turns.proxy
 import memsaver_server.reference.engine  # noqa: F401
 from memsaver_core import MemsaverError, OutOfDeviceMemoryError, UnknownTagError

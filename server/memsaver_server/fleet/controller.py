@@ -37,9 +37,8 @@ from memsaver_server.fleet.broadcast import answer_of, call_each
 from memsaver_server.fleet.budget import Place, add_needs
 from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.metrics import FleetMetrics
-from memsaver_server.fleet.observer import Observer
+from memsaver_server.fleet.observer import Observer, total
 from memsaver_server.fleet.operation import FleetOperation
-from memsaver_server.fleet.seen import occupation, total
 from memsaver_server.fleet.turns.options import TurnOptions
 from memsaver_server.fleet.turns.proxy import Proxy
 from memsaver_server.fleet.turns.turns import Turns
@@ -252,7 +251,7 @@ class FleetController(Controller[FleetOperation]):
 
     def _occupation(self) -> results.FleetOccupationAnswer:
         moving = (each.id for each in self._fleet.history.running() if each.request.operation in OPPOSITE)
-        return occupation(self._observer, next(moving, None), self.turns.in_flight())
+        return self._observer.occupation(next(moving, None), self.turns.in_flight())
 
     # -- the dashboard -------------------------------------------------------------------------------------------------
 

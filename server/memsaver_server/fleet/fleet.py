@@ -33,7 +33,6 @@ from memsaver_server.fleet.keywords import FleetReleaseKeywords, FleetResumeKeyw
 from memsaver_server.fleet.locks import Locks, of_cache
 from memsaver_server.fleet.members import Membership
 from memsaver_server.fleet.operation import FleetOperation
-from memsaver_server.fleet.outcome import result_of
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.reconciler import Reconciler
 from memsaver_server.fleet.record import (
@@ -99,8 +98,7 @@ class AsyncFleet:
         self.membership = membership
         name = name or f"{socket.gethostname()}:{os.getpid()}"
         self.verify = ssl.create_default_context() if verify is True else verify
-        self._coordinator = Coordinator(f"memsaver-coordinator {name}", api_key, silence_s, self.verify)
-        self._lease_s = lease_s
+        self._coordinator = Coordinator(f"memsaver-coordinator {name}", api_key, silence_s, lease_s, self.verify)
         self._keeper = Keeper(record or MemoryRecord())
         self._locks = Locks()
         self.roster = Roster(membership, self._locks, self._coordinator)
@@ -223,10 +221,8 @@ class AsyncFleet:
 
     async def _holders(self) -> set[str]:
         """Return the coordinators that hold engines, as far as these answer."""
-        asks = [(member, self.roster.asking(member)[1]) for member in await self.roster.members()]
-        await self.roster.until_answered(asks)
-        seen = [ask.result().before for _, ask in asks if ask.done() and not ask.cancelled()]
-        return {now.coordinator for now in seen if now is not None} - {""}
+        said = await self.roster.answers(await self.roster.members())
+        return {part.before.coordinator for _, part in said if part is not None and part.before is not None} - {""}
 
     def _recovered(self, operation_id: str, task: asyncio.Task[FleetResult]) -> None:
         """Take note that a task has ended; what it could not do is tried again."""
@@ -386,7 +382,7 @@ class AsyncFleet:
         ended = known is not None and known.outcome in ("succeeded", "cancelled")
         if known is not None and (ended or record.is_overtaken(operation.id, request.tags, members)):
             return self._repeated(operation, known)
-        execution = self._execution(operation)
+        execution = Execution(operation, self._keeper, self._coordinator, self._report)
         if request.fleet_mode == "best_effort" and not operation.given_up.is_set():
             await execution.alone()
             return self._finish(operation)
@@ -421,9 +417,6 @@ class AsyncFleet:
                 part.fail("asking", EngineFailure("changed", what))
         return self._finish(operation)
 
-    def _execution(self, operation: FleetOperation) -> Execution:
-        return Execution(operation, self._keeper, self._lease_s, self._coordinator.silence_s, self._report)
-
     async def _carry_on(self, operation: FleetOperation, left: Running) -> FleetResult:
         async with self._locks.held({*left.engines, *(gpu for each in left.engines.values() for gpu in each.gpus)}):
             for name, prepared in left.engines.items():
@@ -432,7 +425,7 @@ class AsyncFleet:
                 part = Part(member, self.roster.connection(member))
                 part.operation_id, part.tags, part.kept = prepared.operation_id, prepared.tags, prepared.kept
                 operation.parts.append(part)
-            execution = self._execution(operation)
+            execution = Execution(operation, self._keeper, self._coordinator, self._report)
             end = {"preparing": execution.abandon, "committing": execution.commit, "rolling_back": execution.undo}
             async with self.around(operation):
                 await end[left.stage]()
@@ -441,7 +434,7 @@ class AsyncFleet:
         return result
 
     def _finish(self, operation: FleetOperation, why: str = "") -> FleetResult:
-        result = result_of(operation, self._lease_s, self._coordinator.name, why)
+        result = operation.summed_up(self._coordinator, why)
         self._hub.publish("result", **result.model_dump(mode="json"))
         return result
 

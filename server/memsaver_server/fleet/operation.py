@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import quote
 
 from memsaver_core.contract.errors import LeaseEndedError, TooLateToCancelError
+from memsaver_core.contract.reports import held_by
 from memsaver_core.contract.requests import Asked, AskedOfFleet, FleetRelease, FleetResize
+from memsaver_server.fleet.connection import Coordinator
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.record import Known, Outcome, Running, Wanted
-from memsaver_server.fleet.results import FleetProgress, FleetResult, Origin
+from memsaver_server.fleet.record import Known, Outcome, Running, RunningStage, Wanted
+from memsaver_server.fleet.results import FleetProgress, FleetResult, Origin, common, count_of
 from memsaver_server.operation.history import KEPT_S
 from memsaver_server.operation.operation import Operation
 from memsaver_server.operation.table import Row, Table
@@ -21,6 +24,8 @@ from memsaver_server.operation.table import Row, Table
 #: How an operation ends: ``each`` in mode ``best_effort``; in mode ``all`` it is ``done``, ``aborted`` (nothing was
 #: moved) or ``undone`` (some was, and was moved back, or should be).
 How = Literal["done", "aborted", "undone", "each"]
+#: Engines of one kind that a message lists; the answer has all.
+_LISTED = 8
 
 #: An operation of a fleet; in mode ``best_effort`` it commits on each engine by itself.
 FLEET = Table(
@@ -124,6 +129,13 @@ class FleetOperation(Operation):
         resized = self.asked.selected() if verb == "resize" else None
         return Known(digest=self.digest, verb=verb, outcome=outcome, at=time.time(), resized=resized)
 
+    def as_running(self, stage: RunningStage) -> Running:
+        """Return what the record keeps of it, which is of mode ``all``, until it has ended."""
+        assert self.wish is not None
+        engines = {part.member.name: part.as_prepared() for part in self.parts}
+        sent, key = self.asked.sent(), self.prepare_key
+        return Running(stage=stage, wanted=self.wish, sent=sent, key=key, digest=self.digest, engines=engines)
+
     @property
     def phase(self) -> str:
         """The stage that it is in, or an empty string."""
@@ -163,6 +175,51 @@ class FleetOperation(Operation):
     def described(self) -> dict[str, object]:
         return {"origin": self.origin, "cause": self.cause, "engines": self.engines}
 
+    def summed_up(self, coordinator: Coordinator, why: str = "") -> FleetResult:
+        """Return its answer, from its parts; ``why``: a reason of its failure that no engine gave."""
+        parts, given_up = self.parts, self.how in ("aborted", "undone")
+        # Engines that are not as before although the operation was given up, or whose state is unknown.
+        strays = [part for part in parts if given_up and part.is_stray(self.request.operation)]
+        engines = tuple(part.result(undone=given_up) for part in parts)
+        holders = {part.before.coordinator for part in parts if part.before is not None} - {"", coordinator.name}
+        return FleetResult(
+            success=all(engine.success for engine in engines),
+            message="".join([self._message(strays, coordinator.lease_s, why), *map(held_by, sorted(holders))]),
+            coordinator=", ".join(sorted(holders)),
+            operation=self.request.operation,
+            operation_id=self.id,
+            state=common(engine.state for engine in engines),
+            released_bytes=sum(engine.released_bytes for engine in engines),
+            resumed_bytes=sum(engine.resumed_bytes for engine in engines),
+            mode=self.asked.fleet_mode,
+            rolled_back=self.how == "undone" and not strays,
+            seconds=self.elapsed_s(),
+            engines=engines,
+        )
+
+    def _message(self, strays: Sequence[Part], prepared_for_s: float, why: str) -> str:
+        """``prepared_for_s``: for so long an engine stays prepared by itself."""
+        parts, done = self.parts, f"{self.request.operation}d"
+        failed = [part for part in parts if part.failure is not None]
+        each = _listed(f"{part.member.name} failed while {part.phase}: {part.failure}" for part in failed)
+        reasons = "; ".join(filter(None, [why, each]))
+        but = _listed(map(_stray, strays))
+        if self.how in ("done", "each"):
+            all_of = count_of(parts)
+            return f"{done} on {len(parts) - len(failed)} of {all_of}; {reasons}" if failed else f"{done} on {all_of}"
+        if self.how == "aborted":
+            after = "All engines are as before"
+            if strays:
+                after = f"As before are all but {but}"
+            if any(part.phase != "asking" for part in strays):  # else they were not asked to prepare
+                after += f". What is prepared there ends with its lease, within {prepared_for_s:g} s"
+            return f"nothing was {done}: {reasons}. {after}"
+        lost = _listed(f"{' and '.join(part.lost())} of {part.member.name}" for part in parts if part.lost())
+        losses = f". Content to be written again: {lost}" if lost else ""
+        if strays:
+            return f"{reasons}; undone, but not on {but}{losses}"
+        return f"{reasons}; what was {done} was undone: all engines are as before{losses}"
+
     def audited(self) -> dict[str, object]:
         result = self.result
         return {**self.described(), **({"error": result.message} if result and not result.success else {})}
@@ -176,3 +233,14 @@ class FleetOperation(Operation):
             seconds=self.elapsed_s(),
             engines=self.engines,
         )
+
+
+def _listed(texts: Iterable[str]) -> str:
+    every = list(texts)
+    more = [f"and {len(every) - _LISTED} more"] if len(every) > _LISTED else []
+    return "; ".join(every[:_LISTED] + more)
+
+
+def _stray(part: Part) -> str:
+    why = f" ({part.undo_failure})" if part.undo_failure is not None else ""
+    return f"{part.member.name}, which is {part.state}{why}"

@@ -26,6 +26,7 @@ from memsaver_server.wrong_fields import wrong_fields
 logger = logging.getLogger("memsaver")
 
 Outcome = Literal["begun", "succeeded", "failed", "cancelled"]
+RunningStage = Literal["preparing", "committing", "rolling_back"]
 #: The operation that leaves each state.
 VERBS: dict[str, Verb] = {STATES[verb]: verb for verb in ASKED_OF_FLEET}
 
@@ -108,7 +109,7 @@ class Running(Model):
     """How far an operation in mode ``all`` is. Once it is ``committing``, every engine is prepared. Any coordinator can
     commit or abort it by ``key``, the Idempotency-Key under which the engines prepare what they were ``sent``."""
 
-    stage: Literal["preparing", "committing", "rolling_back"]
+    stage: RunningStage
     wanted: Wanted
     sent: Mapping[str, Any] | None = None  # None: by an earlier version, which noted no more than the wish
     key: str = ""

@@ -16,9 +16,8 @@ from memsaver_core.contract.errors import AdmissionClosedError, BadRequestError,
 from memsaver_server.client.requests import read_json
 from memsaver_server.fleet.answers import UnreadableError, content_of
 from memsaver_server.fleet.connection import key_advice
-from memsaver_server.fleet.turns.errors import NoTurnError
 from memsaver_server.fleet.turns.slot import Slot
-from memsaver_server.fleet.turns.turns import Mover, Turns
+from memsaver_server.fleet.turns.turns import Mover, NoTurnError, Turns
 from memsaver_server.fleet.turns.upstream import Headers, Upstreams, answer_headers, request_headers
 from memsaver_server.operation.departure import ClientGoneError, while_connected
 
@@ -44,7 +43,7 @@ class Proxy:
     async def forward(self, request: Request, model: str, body: bytes) -> Response:
         """Return the answer of an engine of ``model``. Raises as Turns.enter, or BadGatewayError if the engine does not
         answer, which may have begun to, or BadRequestError, or ClientGoneError."""
-        return await while_connected(request.receive, self._forward(request, model, body))
+        return await while_connected(self._forward(request, model, body))
 
     async def _forward(self, request: Request, model: str, body: bytes) -> Response:
         path = _path(request)
@@ -131,7 +130,7 @@ class Relayed(Response):
         try:
             # An answer that breaks off ends the client's connection, by which it learns of it.
             with suppress(ClientGoneError, TimeoutError, httpx.TransportError):
-                await while_connected(receive, self._relay(send))
+                await while_connected(self._relay(send), receive=receive)
         finally:
             # Before it has ended, this closes the connection, by which the engine learns of it.
             await self._upstream.aclose()

@@ -12,15 +12,15 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import field
 from typing import Any, Protocol
 
-from memsaver_core.contract.errors import FleetUnknownError, NotFoundError
+from memsaver_core.contract.errors import FleetUnknownError, MemsaverError, NotFoundError
 from memsaver_core.contract.requests import Verb
 from memsaver_server import clock
 from memsaver_server.fleet.results import FleetError, FleetResult, FleetStatus
-from memsaver_server.fleet.turns.errors import NoTurnError, QueueFullError, UnknownModelError
 from memsaver_server.fleet.turns.options import TurnOptions
 from memsaver_server.fleet.turns.slot import Slot, victims
 
@@ -32,6 +32,29 @@ LOOK_S = 1.0
 SHORT_S = 2.0
 #: Time after which a release or a resume that failed is tried again, seconds.
 RETRY_S = 1.0
+
+
+class UnknownModelError(MemsaverError, kind="model_not_found", status=404):
+    """No engine of the fleet serves the model."""
+
+    @classmethod
+    def of(cls, model: str, models: Iterable[str]) -> UnknownModelError:
+        known = ", ".join(sorted(map(repr, models))) or "none"
+        return cls(f"no engine of the fleet serves {model!r}; the models are {known}")
+
+
+class NoTurnError(MemsaverError, kind="no_turn", status=503):
+    """The model cannot serve now; the message says why. A repeat may be served after ``retry_s``."""
+
+    retry_s: int = field(default=1, metadata={"answered": False})
+
+    def __post_init__(self, message: str) -> None:
+        super().__post_init__(message)
+        self.retry_after_s = self.retry_s  # type: ignore[misc]  # of this one error
+
+
+class QueueFullError(NoTurnError, kind="queue_full"):
+    """Too many requests wait for the model already."""
 
 
 class Mover(Protocol):
@@ -72,17 +95,19 @@ class Line:
 
     def serve(self, slot: Slot) -> None:
         """Let all requests go to ``slot``."""
-        while self._waiting:
-            _, turn = self._waiting.popleft()
-            if not turn.done():
-                slot.in_flight += 1
-                turn.set_result(slot)
+        for turn in self._emptied():
+            slot.in_flight += 1
+            turn.set_result(slot)
 
     def fail(self, error: Exception) -> None:
+        for turn in self._emptied():
+            turn.set_exception(error)
+
+    def _emptied(self) -> Iterator[asyncio.Future[Slot]]:
         while self._waiting:
             _, turn = self._waiting.popleft()
             if not turn.done():
-                turn.set_exception(error)
+                yield turn
 
     def _leave(self, entry: tuple[float, asyncio.Future[Slot]]) -> None:
         if entry in self._waiting:
