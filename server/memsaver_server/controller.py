@@ -28,6 +28,10 @@ from memsaver_server.operation.queue import OperationQueue
 TICK_S = 0.1
 
 
+def kind_of(error: BaseException | None) -> str:
+    return getattr(error, "kind", "internal_error")
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a caller is answered."""

@@ -18,7 +18,7 @@ from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, R
 from memsaver_core.contract.status import AdmissionStatus, HealthAnswer, OccupationAnswer, OccupiedDevice
 from memsaver_server import clock
 from memsaver_server.audit import AuditLog
-from memsaver_server.controller import Answer, Capability, Controller, EngineState, Models
+from memsaver_server.controller import Answer, Capability, Controller, EngineState, Models, kind_of
 from memsaver_server.engine import (
     Engine,
     GeneratingEngine,
@@ -118,7 +118,7 @@ class EngineController(Controller[Operation]):
             else:
                 operation = self.lifecycle.start(resolved, key=key, client=client)
         except Exception as error:
-            self._metrics.count(asked.operation, _kind(error))
+            self._metrics.count(asked.operation, kind_of(error))
             raise
         self._log_stalls(operation)
         return operation
@@ -238,7 +238,7 @@ class EngineController(Controller[Operation]):
         return min(STALL_CHECK_S, self._settings.phase_timeout_s / 4)
 
     def _record(self, operation: Operation) -> None:
-        outcome = "success" if operation.error is None else _kind(operation.error)
+        outcome = "success" if operation.error is None else kind_of(operation.error)
         self._metrics.record(operation, outcome)
         self._audit.record(operation, outcome)
         tracing.record(operation, outcome)
@@ -421,10 +421,6 @@ def _host() -> dict[str, Any]:
     with suppress(OSError):
         host_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return {"host_id": host_id, "host_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
-
-
-def _kind(error: BaseException) -> str:
-    return str(Answer.failure(error).body["error"]["type"])
 
 
 def _health(now: Snapshot, reason: str) -> HealthAnswer:

@@ -32,7 +32,7 @@ async def call_each(
     observer: Observer,
     method: str,
     path: str,
-    body: Mapping[str, Any] | None,
+    body: Mapping[str, Any] | None = None,
     query: Mapping[str, Any] | None = None,
 ) -> list[CallRow]:
     """Return the row of each engine; one that ``observer`` finds silent meanwhile is waited for no longer. Raises

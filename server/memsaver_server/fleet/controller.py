@@ -31,7 +31,7 @@ from memsaver_core.contract.requests import (
 from memsaver_core.contract.status import HealthAnswer
 from memsaver_server.audit import AuditLog
 from memsaver_server.client.requests import path_of
-from memsaver_server.controller import Answer, Capability, Controller, EngineState, Models
+from memsaver_server.controller import Answer, Capability, Controller, EngineState, Models, kind_of
 from memsaver_server.fleet import results
 from memsaver_server.fleet.broadcast import answer_of, call_each
 from memsaver_server.fleet.budget import Place, add_needs
@@ -55,7 +55,7 @@ GRACE_S = 5.0
 
 
 class FleetController(Controller[FleetOperation]):
-    """Implements ``turns.Mover``, too. Use it in one event loop, except ``close``."""
+    """Use it in one event loop, except ``close``."""
 
     name = "fleet"
     capabilities: frozenset[Capability] = frozenset({"update", "resize", "models"})
@@ -82,10 +82,10 @@ class FleetController(Controller[FleetOperation]):
         self.callers = CallerFigures()
         self._fleet = fleet
         self._settings = settings
-        self._observer = Observer(fleet, engine_key, lambda status: self.turns.update(status))
-        self.turns = Turns(turns, self)
+        self._observer = Observer(fleet, engine_key)
+        self.turns = Turns(turns, self._observer, self.move)
         self._upstreams = Upstreams(fleet.verify)
-        self.proxy = Proxy(self.turns, self, self._upstreams, self._observer.keys)
+        self.proxy = Proxy(self.turns, self._observer, self._upstreams)
         self._metrics = FleetMetrics(self._observer, self.turns, self.callers)
         self._audit = AuditLog(settings.audit_file)
         self.operations = fleet.history = History(settings.history)
@@ -176,7 +176,7 @@ class FleetController(Controller[FleetOperation]):
         verb = asked.operation
         body = {**asked.sent(), "dry_run": True}
         engines = self._engines_of(asked)
-        rows = await call_each(engines, self._upstreams, self._observer, "POST", path_of(verb), body)
+        rows = await call_each(engines, self._upstreams, self._observer, "POST", path_of(verb), body=body)
         said = {row.name: row.body.get("blockers", ()) for row in rows if isinstance(row.body, dict)}
         blockers = [f"{name}: {each}" for name, found in said.items() if isinstance(found, list) for each in found]
         if verb in OPPOSITE and not asked.patience_s(Phase.WAIT_FOR_MEMORY):
@@ -199,7 +199,7 @@ class FleetController(Controller[FleetOperation]):
 
     def _record(self, operation: FleetOperation) -> None:
         result = operation.result
-        outcome = getattr(operation.error, "kind", "internal_error")
+        outcome = kind_of(operation.error)
         if result is not None:
             outcome = "success" if result.success else next((each.kind for each in result.failed), "cancelled")
         counted = self._metrics.reconciled if operation.origin == "reconciler" else self._metrics.operations
@@ -216,12 +216,8 @@ class FleetController(Controller[FleetOperation]):
         both = any(asked.selected().may_match(each) and other.selected().may_match(each) for each in members)
         return asked.operation != other.operation and both
 
-    # -- turns.Mover ---------------------------------------------------------------------------------------------------
-
-    async def look(self, names: Sequence[str]) -> None:
-        await self._observer.look(names)
-
     async def move(self, verb: Verb, names: Sequence[str], **options: Any) -> results.FleetResult:
+        """Move the memory of engines whose models take turns."""
         asked = ASKED_OF_FLEET[verb](selector=Selector(names=tuple(names)), wait=True, **options)
         operation = self._start(asked.resolved(self._settings.drain_timeout_s), TURNS, None)
         return await operation.outcome()
@@ -268,17 +264,17 @@ class FleetController(Controller[FleetOperation]):
     async def pause(
         self, selected: Fields, mode: DrainMode, timeout_s: float | None, *, asleep: bool = False
     ) -> Answer:
-        limit = {} if timeout_s is None else {"timeout_s": timeout_s}
+        asked = {"mode": mode, **({} if timeout_s is None else {"timeout_s": timeout_s})}
         if asleep:
-            query = {"level": 0, "mode": mode, **limit}
+            query = {"level": 0, **asked}
             return await self._call(selected, "Scheduling paused", "POST", "/sleep", query=query)
-        return await self._call(selected, "Generation paused", "POST", "/pause_generation", {"mode": mode, **limit})
+        return await self._call(selected, "Generation paused", "POST", "/pause_generation", body=asked)
 
     async def continue_(self, selected: Fields, *, scheduling: bool = False) -> Answer:
         if scheduling:
             query = {"tags": ["scheduling"]}
             return await self._call(selected, "Scheduling continues", "POST", "/wake_up", query=query)
-        return await self._call(selected, "Generation continues", "POST", "/continue_generation", {})
+        return await self._call(selected, "Generation continues", "POST", "/continue_generation", body={})
 
     async def kv_cache(self) -> Answer:
         raise errors.BadRequestError("a fleet has no KV cache; ask its engines")
@@ -288,25 +284,17 @@ class FleetController(Controller[FleetOperation]):
 
     async def written(self, selected: Fields, tags: Sequence[str]) -> Answer:
         body = {"tags": list(tags)} if tags else {}
-        return await self._call(selected, "Content counts as written", "POST", "/content_written", body)
+        return await self._call(selected, "Content counts as written", "POST", "/content_written", body=body)
 
     async def update(self, selected: Fields, asked: Fields, source: Literal["disk", "tensor"]) -> Answer:
         path = f"/update_weights_from_{source}"
-        return await self._call(selected, "Weights written", "POST", path, asked.model_dump())
+        return await self._call(selected, "Weights written", "POST", path, body=asked.model_dump())
 
-    async def _call(
-        self,
-        selected: Fields,
-        done: str,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        query: dict[str, Any] | None = None,
-    ) -> Answer:
+    async def _call(self, selected: Fields, done: str, method: str, path: str, **sent: dict[str, Any]) -> Answer:
         """Send the same call to every selected engine; return the answer that lists theirs, and says ``done`` if all
         succeed. Raises FleetUnknownError if the members cannot be read, NotFoundError if no engine is selected."""
         engines = self._engines_of(selected)
-        rows = await call_each(engines, self._upstreams, self._observer, method, path, body, query)
+        rows = await call_each(engines, self._upstreams, self._observer, method, path, **sent)
         await self._observer.look([row.name for row in rows])
         return answer_of(rows, done)
 

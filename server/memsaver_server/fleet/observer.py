@@ -36,11 +36,11 @@ _TAG_SIZES = [name for name, field in TagOccupation.model_fields.items() if fiel
 class Observer:
     """Use it in one event loop. ``status`` and ``members`` are as last seen."""
 
-    def __init__(self, fleet: AsyncFleet, engine_key: str | None, seen: Callable[[FleetStatus], None]) -> None:
+    def __init__(self, fleet: AsyncFleet, engine_key: str | None) -> None:
         self._fleet = fleet
         self._roster = fleet.roster
         self._engine_key = engine_key
-        self._seen = seen
+        self.seen: Callable[[FleetStatus], None] = lambda _: None  # is given each status
         self._looking: asyncio.Task[None] | None = None
         self._took_s = 0.0
         self._record = RecordContent()
@@ -155,8 +155,7 @@ class Observer:
         for name, (_, seen) in list(self._engines.items()):
             if name not in self.members or self.members[name].url != seen.url:
                 del self._engines[name]
-        self.keys.clear()
-        self.keys.update({name: member.api_key or self._engine_key for name, member in self.members.items()})
+        self.keys = {name: member.api_key or self._engine_key for name, member in self.members.items()}
         engines = [
             self._engines[each.name][1]
             if each.name in self._engines
@@ -164,7 +163,7 @@ class Observer:
             for each in self._roster.one_each(self.members.values())
         ]
         self.status = FleetStatus.of(engines, self._record, self._fleet.progress)
-        self._seen(self.status)
+        self.seen(self.status)
 
     def _near(self, names: set[str]) -> set[str]:
         gpus = {gpu for engine in self.status.engines if engine.name in names for gpu in engine.gpus}

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from memsaver_core.contract.errors import FleetUnknownError, MemsaverError, NotFoundError
 from memsaver_core.contract.requests import Verb
 from memsaver_server import clock
+from memsaver_server.fleet.observer import Observer
 from memsaver_server.fleet.results import FleetError, FleetResult, FleetStatus
 from memsaver_server.fleet.turns.options import TurnOptions
 from memsaver_server.fleet.turns.slot import Slot, victims
@@ -57,13 +58,10 @@ class QueueFullError(NoTurnError, kind="queue_full"):
     """Too many requests wait for the model already."""
 
 
-class Mover(Protocol):
-    """Moves the memory of engines, and reads their states afterwards."""
+class Move(Protocol):
+    """Moves the memory of engines."""
 
-    async def move(self, verb: Verb, names: Sequence[str], **options: Any) -> FleetResult: ...
-
-    async def look(self, names: Sequence[str]) -> None:
-        """Have ``Turns.update`` called with a status in which these engines were asked after this call."""
+    async def __call__(self, verb: Verb, names: Sequence[str], **options: Any) -> FleetResult: ...
 
 
 class Line:
@@ -117,9 +115,11 @@ class Line:
 class Turns:
     """The turns of all models of a fleet. Use it in one event loop."""
 
-    def __init__(self, options: TurnOptions, mover: Mover) -> None:
+    def __init__(self, options: TurnOptions, observer: Observer, move: Move) -> None:
         self.options = options
-        self._mover = mover
+        self._observer = observer
+        observer.seen = self.update
+        self._move_memory = move
         self._slots: dict[str, Slot] = {}
         self._lines: dict[str, Line] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -170,7 +170,7 @@ class Turns:
     async def _look(self, line: Line, slots: Sequence[Slot], after_s: float = 0.0) -> None:
         """Read the states of a line's engines: which one wakes, and which make room, is decided on current figures."""
         await asyncio.sleep(after_s)
-        look = asyncio.ensure_future(self._mover.look([slot.name for slot in slots]))
+        look = asyncio.ensure_future(self._observer.look([slot.name for slot in slots]))
         await asyncio.wait({look}, timeout=LOOK_S)
         line.looked = True
         self._schedule()
@@ -337,20 +337,20 @@ class Turns:
             logger.error("turns: memory could not be moved: %s", error, exc_info=bug)
             self._fail(slot, NoTurnError(f"memory could not be moved: {error}"))
         finally:
-            await self._mover.look([each.name for each in slots])
+            await self._observer.look([each.name for each in slots])
             for each in slots:
                 each.moving -= 1
                 each.waking = False
             self._schedule()
 
     async def _release(self, making_room: list[Slot]) -> None:
-        result = await self._mover.move("release", [each.name for each in making_room])
+        result = await self._move_memory("release", [each.name for each in making_room])
         if not result.success:  # all are as before; tried again until those who wait give up
             raise NoTurnError(f"no room was made: {result.message}")
 
     async def _resume(self, slot: Slot, making_room: list[Slot]) -> None:
         demands = {"weights_version": slot.weights_version} if slot.weights_version else {}
-        result = await self._mover.move("resume", [slot.name], **demands)
+        result = await self._move_memory("resume", [slot.name], **demands)
         if result.success:
             slot.woken()
             self.wakes[slot.model] = self.wakes.get(slot.model, 0) + 1
@@ -361,7 +361,7 @@ class Turns:
         elif not self._others_left(slot):
             self._fail(slot, error)
             if making_room:
-                undone = await self._mover.move("resume", [each.name for each in making_room])
+                undone = await self._move_memory("resume", [each.name for each in making_room])
                 logger.warning("the engines that made room for %s: %s", slot.name, undone.message)
         raise error
 
