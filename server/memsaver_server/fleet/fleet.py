@@ -163,7 +163,7 @@ class AsyncFleet:
         running = self.history.get(operation_id)
         if running is None or running.task is None or running.has_ended:
             raise FleetError(f"no operation {operation_id!r} of the fleet runs that could be cancelled")
-        if not running.can_be_cancelled:
+        if running.how != "aborted" or not running.table.allows(running.state, "cancel"):
             raise FleetError(f"operation {operation_id!r} moves memory already; do the opposite when it has ended")
         running.given_up.set()
         return await running.outcome()

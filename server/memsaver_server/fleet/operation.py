@@ -146,10 +146,6 @@ class FleetOperation(Operation):
         return (self.created_at,) if self.phase else ()
 
     @property
-    def can_be_cancelled(self) -> bool:
-        return self.how == "aborted" and not self.has_ended and self.table.allows(self.state, "cancel")
-
-    @property
     def engines(self) -> dict[str, str]:
         if self.result is None:
             return {part.member.name: part.shown for part in self.parts}
