@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from memsaver_server.http.app import application
-from memsaver_server.metrics import CallerFigures
 from memsaver_server.routes import routers_of
 from memsaver_server.settings import Settings
 
@@ -25,7 +24,7 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     from memsaver_server.engine.controller import EngineController  # which loads torch: a coordinator does without
 
     settings = settings or Settings()
-    controller = EngineController(engine, settings, CallerFigures())
+    controller = EngineController(engine, settings)
     about = "Give a GPU back while the inference engine that fills it stays alive."
     return application(controller, settings, routers_of(controller.models, controller.capabilities), "memsaver", about)
 
@@ -48,7 +47,7 @@ def create_fleet_app(
     from memsaver_server.fleet.turns.options import TurnOptions
 
     settings = settings or Settings()
-    controller = FleetController(fleet, settings, turns or TurnOptions(), engine_key, CallerFigures())
+    controller = FleetController(fleet, settings, turns or TurnOptions(), engine_key)
     about = "Many engines, released together or not at all, and woken by the requests for their models."
     routers = routers_of(controller.models, controller.capabilities)
     return application(controller, settings, routers, "memsaver fleet", about)

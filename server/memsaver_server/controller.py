@@ -6,9 +6,12 @@ dialect. What a request does, to how many engines, is the controller's.
 
 from __future__ import annotations
 
+import asyncio
+import platform
 import threading
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib import metadata
 from typing import Any, Literal, Protocol, TypeVar
 
 from memsaver_core.contract import reports
@@ -17,10 +20,16 @@ from memsaver_core.contract.model import Model
 from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, Resume, Verb
 from memsaver_core.contract.status import HealthAnswer, OccupationAnswer
 from memsaver_server.metrics import CallerFigures
+from memsaver_server.operation.history import History
 from memsaver_server.operation.operation import Operation as Operation
+from memsaver_server.operation.queue import OperationQueue
 
 #: Poll interval of a stream of events, seconds.
 TICK_S = 0.1
+
+
+def kind_of(error: BaseException | None) -> str:
+    return getattr(error, "kind", "internal_error")
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,11 @@ class Answer:
         if retry_after_s is not None:
             headers["Retry-After"] = str(retry_after_s)
         return cls({"success": False, "message": message, "error": about}, status, headers)
+
+    def of_operation(self, **about: Any) -> Answer:
+        """Return this answer of a failed operation, with its status for readers of the operation, who get a 200."""
+        error = {**self.body["error"], "status": self.status}
+        return replace(self, body={**self.body, "error": error, **about})
 
     @classmethod
     def failure(cls, error: BaseException) -> Answer:
@@ -108,6 +122,7 @@ class Controller(Protocol[OperationT]):
     """Use it in one event loop, except ``close``. Methods raise errors of the contract."""
 
     models: Models
+    operations: OperationQueue | History[OperationT]  # those that are remembered
     closing: threading.Event  # set by ``close``: streams end
     name: str
     capabilities: frozenset[Capability]
@@ -135,12 +150,25 @@ class Controller(Protocol[OperationT]):
 
     def describe(self, operation: OperationT) -> dict[str, Any]:
         """Return an operation in any status, as JSON."""
-
-    def find(self, operation_id: str) -> OperationT:
-        """Return an operation, or raise NotFoundError if it is not remembered."""
-
-    def recent(self) -> Sequence[OperationT]:
-        """Return the remembered operations, newest first."""
+        status = reports.OperationStatusAnswer(
+            operation_id=operation.id,
+            operation=operation.request.operation,
+            status=operation.status,
+            phase=operation.phase,
+            stalled=operation.stall(),
+            tags=operation.request.tags or None,
+            client=operation.client,
+            callers=operation.callers,
+            created_at=operation.created_at,
+            started_at=operation.started_at,
+            finished_at=operation.finished_at,
+            seconds=operation.elapsed_s(),
+            progress=operation.copies(),
+            phases=operation.phases,
+            answer=None,
+        )
+        answer = self.answer(operation).body if operation.has_ended else None
+        return {**status.model_dump(mode="json"), "answer": answer, **operation.described()}
 
     async def commit(self, operation: OperationT, key: str | None = None) -> None:
         """Carry out what is prepared; wait for its end. Raises ConflictError if it was prepared under another
@@ -149,8 +177,38 @@ class Controller(Protocol[OperationT]):
     async def cancel(self, operation: OperationT, by: str, key: str | None = None, *, force: bool = False) -> None:
         """Give up an operation that moves no memory yet; wait for its end. Raises as ``commit``, unless ``force``."""
 
-    def events(self, operation: OperationT) -> AsyncIterator[tuple[str, Any]]:
+    async def events(self, operation: OperationT) -> AsyncIterator[tuple[str, Any]]:
         """Yield the events of an operation, the last one ``done``."""
+        sent = 0  # phases
+        current = stalled_in = ""
+        last_progress: reports.ProgressAnswer | None = None
+        stages: dict[str, str] = {}  # of engines
+        ended = operation.ended()
+        while not self.closing.is_set():
+            done = operation.done.done()
+            phases = operation.phases
+            for phase in phases[sent:]:
+                yield "phase_done", phase.model_dump(mode="json")
+            sent = len(phases)
+            if operation.phase and operation.phase != current:
+                current = operation.phase
+                yield "phase", {"name": current}
+            now = operation.copies()
+            if now is not None and now != last_progress:
+                last_progress = now
+                yield "progress", now.model_dump()
+            stall = operation.stall()
+            if stall is not None and stall.phase != stalled_in:
+                stalled_in = stall.phase
+                yield "stalled", stall.model_dump()
+            for name, stage in operation.engines.items():
+                if stages.get(name) != stage:
+                    stages[name] = stage
+                    yield "engine", {"name": name, "stage": stage}
+            if done:
+                yield "done", self.answer(operation).body
+                return
+            await asyncio.wait({ended}, timeout=TICK_S)
 
     async def plan(self, asked: Asked) -> Answer:
         """Return what an operation would do."""
@@ -169,7 +227,8 @@ class Controller(Protocol[OperationT]):
     async def generates(self) -> Answer:
         """Return whether a token is generated now."""
 
-    def version(self) -> dict[str, str]: ...
+    def version(self) -> dict[str, str]:
+        return {"version": metadata.version("memsaver"), "python": platform.python_version()}
 
     def scrape(self) -> bytes:
         """Return the metrics in Prometheus' format."""
@@ -178,12 +237,6 @@ class Controller(Protocol[OperationT]):
 
     def readings(self) -> Iterable[dict[str, Any]]:
         """Return device memory in use over the last minutes."""
-
-    def mark(self, operation: OperationT) -> object:
-        """Return what differs once an operation is to be shown again."""
-
-    def timeline(self, operation: OperationT) -> dict[str, Any]:
-        """Return an operation as ``describe``, with the beginnings of its phases."""
 
     async def shown(self) -> dict[str, Any]:
         """Return what is held now, and when it was read, with the devices to draw."""
@@ -209,12 +262,10 @@ class Controller(Protocol[OperationT]):
 
     async def generate(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Serve one request for tokens; only with the capability."""
+        raise AssertionError("without the capability there is no such route")
 
-    async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
-        """Overwrite the weights with those of a checkpoint folder."""
-
-    async def update_from_tensor(self, selected: Fields, asked: Fields) -> Answer:
-        """Overwrite some weights with those in a body."""
+    async def update(self, selected: Fields, asked: Fields, source: Literal["disk", "tensor"]) -> Answer:
+        """Overwrite the weights with those of a checkpoint folder, or some with those in a body."""
 
 
 def accepted(operation: Operation) -> Answer:

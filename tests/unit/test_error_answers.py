@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 import memsaver_server.app
-import memsaver_server.fleet.turns.errors
 import memsaver_server.fleet.turns.proxy
 import memsaver_server.reference.engine  # noqa: F401
 from memsaver_core import MemsaverError, OutOfDeviceMemoryError, UnknownTagError
@@ -30,13 +29,16 @@ ANSWERS = {
     "DriverError": (500, "driver_error", None),
     "EngineDeadError": (503, "engine_dead", None),
     "EngineFailedError": (500, "context_lost", None),
+    "FleetError": (400, "bad_request", None),
     "FleetUnknownError": (503, "fleet_unknown", 1),
     "ForbiddenError": (403, "forbidden", None),
     "ForkedProcessError": (500, "error", None),
     "GroupFailedError": (500, "rank_failed", None),
     "IdempotencyKeyError": (422, "idempotency_key_reused", None),
     "LeaseEndedError": (409, "lease_ended", None),
+    "MembershipError": (503, "fleet_unknown", 1),
     "MemoryBusyError": (504, "memory_busy", None),
+    "NoEngineError": (404, "not_found", None),
     "NoThreadError": (503, "no_thread", 1),
     "NoTurnError": (503, "no_turn", None),
     "NotEnoughToReleaseError": (400, "not_enough_to_release", None),
@@ -49,6 +51,7 @@ ANSWERS = {
     "PhaseTimeoutError": (504, "phase_timeout", None),
     "QueueFullError": (503, "queue_full", None),
     "RanksFailedError": (500, "ranks_failed", None),
+    "RecordError": (503, "fleet_unknown", 1),
     "ServerEndsError": (503, "server_ends", None),
     "TooLateToCancelError": (409, "too_late", None),
     "TooManyOperationsError": (503, "too_many_operations", 1),

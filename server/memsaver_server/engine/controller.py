@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-import platform
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from memsaver_core.contract import errors, reports
 from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, ResizeKvCache, Resume
 from memsaver_core.contract.status import AdmissionStatus, HealthAnswer, OccupationAnswer, OccupiedDevice
 from memsaver_server import clock
 from memsaver_server.audit import AuditLog
-from memsaver_server.controller import TICK_S, Answer, Capability, EngineState, Models
+from memsaver_server.controller import Answer, Capability, Controller, EngineState, Models, kind_of
 from memsaver_server.engine import (
     Engine,
     GeneratingEngine,
@@ -59,12 +58,12 @@ GENERATE_TIMEOUT_S = 20.0
 _NOTHING_WRITTEN = (ValueError, OSError)
 
 
-class EngineController:
-    """Implements ``Controller``. The program that runs the engine may use its ``lifecycle``."""
+class EngineController(Controller[Operation]):
+    """The program that runs the engine may use its ``lifecycle``."""
 
     models = Models()
 
-    def __init__(self, engine: Engine, settings: Settings, callers: CallerFigures) -> None:
+    def __init__(self, engine: Engine, settings: Settings) -> None:
         relay()
         self.engine = engine
         self.name = engine.name
@@ -75,15 +74,16 @@ class EngineController:
         }
         self.capabilities = frozenset(name for name, kind in kinds.items() if isinstance(engine, kind))
         self.closing = threading.Event()
-        self.callers = callers
+        self.callers = CallerFigures()
         self._settings = settings
         self._audit = AuditLog(settings.audit_file)
         self._monitor = DeviceMonitor(memory=memory_of(engine))
         self.lifecycle = Lifecycle(engine, settings, self._record)
+        self.operations = self.lifecycle.operations
         bounds = cache_bounds(settings.kv_cache) if settings.kv_cache else None
         self._cache = ElasticCache(engine, self.lifecycle, bounds) if isinstance(engine, ResizableEngine) else None
         self.lifecycle.fit_cache = None if self._cache is None else self._cache.fit
-        self._metrics = EngineMetrics(self._monitor, self.lifecycle, self._cache, callers)
+        self._metrics = EngineMetrics(self._monitor, self.lifecycle, self._cache, self.callers)
         self._id = uuid.uuid4().hex[:12]
         self._balancer: Balancer | None = None
         if bounds is not None and self._cache is not None:
@@ -102,7 +102,7 @@ class EngineController:
         if self._balancer is not None:
             self._balancer.stop()
         self._monitor.stop()
-        self.lifecycle.operations.close()
+        self.operations.close()
         self._audit.close()
 
     async def end(self) -> None:
@@ -118,7 +118,7 @@ class EngineController:
             else:
                 operation = self.lifecycle.start(resolved, key=key, client=client)
         except Exception as error:
-            self._metrics.count(asked.operation, _kind(error))
+            self._metrics.count(asked.operation, kind_of(error))
             raise
         self._log_stalls(operation)
         return operation
@@ -147,44 +147,15 @@ class EngineController:
                 )
             )
         failed = Answer.failure(operation.error)
-        failed.body["error"]["status"] = failed.status  # for readers of the operation, whose own status is 200
         if operation.log.failed:
             failed.body["error"].setdefault("phase", operation.log.failed)
-        about = {
-            "operation": operation.request.operation,
-            "operation_id": operation.id,
-            "state": operation.memory_state,
-            "seconds": operation.seconds,
-            "phases": [phase.model_dump(mode="json") for phase in operation.phases],
-        }
-        return Answer({**failed.body, **about}, failed.status, failed.headers)
-
-    def describe(self, operation: Operation) -> dict[str, Any]:
-        status = reports.OperationStatusAnswer(
-            operation_id=operation.id,
+        return failed.of_operation(
             operation=operation.request.operation,
-            status=operation.status,
-            phase=operation.phase,
-            stalled=operation.stall(),
-            tags=operation.request.tags or None,
-            client=operation.client,
-            callers=operation.callers,
-            created_at=operation.created_at,
-            started_at=operation.started_at,
-            finished_at=operation.finished_at,
-            seconds=operation.elapsed_s(),
-            progress=_progress(operation),
-            phases=operation.phases,
-            answer=None,
+            operation_id=operation.id,
+            state=operation.memory_state,
+            seconds=operation.seconds,
+            phases=[phase.model_dump(mode="json") for phase in operation.phases],
         )
-        answer = self.answer(operation).body if operation.has_ended else None
-        return {**status.model_dump(mode="json"), "answer": answer}
-
-    def find(self, operation_id: str) -> Operation:
-        return self.lifecycle.operations.find(operation_id)
-
-    def recent(self) -> Sequence[Operation]:
-        return self.lifecycle.operations.recent()
 
     async def commit(self, operation: Operation, key: str | None = None) -> None:
         try:
@@ -195,7 +166,7 @@ class EngineController:
 
     async def cancel(self, operation: Operation, by: str, key: str | None = None, *, force: bool = False) -> None:
         operation.check_owner(key, by if force else None)
-        self.lifecycle.operations.cancel(operation, by)
+        self.operations.cancel(operation, by)
         try:
             await asyncio.wait_for(self._reached(operation, operation.ended()), CANCEL_S)
         except asyncio.TimeoutError:
@@ -207,33 +178,6 @@ class EngineController:
                 operation.phase,
                 operation.id,
             ) from None
-
-    async def events(self, operation: Operation) -> AsyncIterator[tuple[str, Any]]:
-        sent = 0  # phases
-        current = stalled_in = ""
-        last_progress: reports.ProgressAnswer | None = None
-        ended = operation.ended()
-        while not self.closing.is_set():
-            done = operation.done.done()
-            phases = operation.phases
-            for phase in phases[sent:]:
-                yield "phase_done", phase.model_dump(mode="json")
-            sent = len(phases)
-            if operation.phase and operation.phase != current:
-                current = operation.phase
-                yield "phase", {"name": current}
-            now = _progress(operation)
-            if now is not None and now != last_progress:
-                last_progress = now
-                yield "progress", now.model_dump()
-            stall = operation.stall()
-            if stall is not None and stall.phase != stalled_in:
-                stalled_in = stall.phase
-                yield "stalled", stall.model_dump()
-            if done:
-                yield "done", self.answer(operation).body
-                return
-            await asyncio.wait({ended}, timeout=TICK_S)
 
     async def plan(self, asked: Asked) -> Answer:
         asked = asked.resolved(self._settings.drain_timeout_s)
@@ -253,7 +197,7 @@ class EngineController:
             message=f"prepared to {planned_text(plan.operation, plan.tags)}. POST {path} with commit={operation.id} "
             f"does it; POST /operations/{operation.id}/abort undoes the preparation, as does the end of the lease",
             **dict(operation.prepared_state()),
-            expected_s=expected_s(plan, self.recent()),
+            expected_s=expected_s(plan, self.operations.recent()),
             tags=plan.tags,
         )
 
@@ -264,7 +208,7 @@ class EngineController:
             if reached.done():
                 return
             self.lifecycle.raise_if_rank_lost()
-            running = self.lifecycle.operations.running
+            running = self.operations.running
             if running is not None and (stall := running.stall()) is not None:
                 raise errors.PhaseTimeoutError(running.stall_message(stall), stall.phase, running.id)
 
@@ -294,7 +238,7 @@ class EngineController:
         return min(STALL_CHECK_S, self._settings.phase_timeout_s / 4)
 
     def _record(self, operation: Operation) -> None:
-        outcome = "success" if operation.error is None else _kind(operation.error)
+        outcome = "success" if operation.error is None else kind_of(operation.error)
         self._metrics.record(operation, outcome)
         self._audit.record(operation, outcome)
         tracing.record(operation, outcome)
@@ -345,8 +289,7 @@ class EngineController:
 
     def version(self) -> dict[str, str]:
         return {
-            "version": metadata.version("memsaver"),
-            "python": platform.python_version(),
+            **super().version(),
             "torch": metadata.version("torch"),
             "driver": self.lifecycle.snapshot().status.driver,
             "engine": self.name,
@@ -413,12 +356,6 @@ class EngineController:
             for sample in self._monitor.history()
         ]
 
-    def mark(self, operation: Operation) -> object:
-        return operation.status, operation.phase, len(operation.phases)
-
-    def timeline(self, operation: Operation) -> dict[str, Any]:
-        return {**self.describe(operation), "phase_starts": list(operation.phase_starts)}
-
     async def shown(self) -> dict[str, Any]:
         sample = await self._fresh()
         return {"at": sample.at, **self._occupation(sample).model_dump(mode="json")}
@@ -458,17 +395,14 @@ class EngineController:
         except ValueError as error:
             raise errors.BadRequestError(str(error)) from None
 
-    async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
-        return await self._update(cast(UpdatableEngine, self.engine).update_weights_from_disk, **dict(asked))
-
-    async def update_from_tensor(self, selected: Fields, asked: Fields) -> Answer:
-        return await self._update(cast(UpdatableEngine, self.engine).update_weights_from_tensor, **dict(asked))
-
-    async def _update(self, write: Callable[..., int], weight_version: str | None, **given: Any) -> Answer:
-        first = given.pop("model_path" if "model_path" in given else "serialized_named_tensors")
+    async def update(self, selected: Fields, asked: Fields, source: Literal["disk", "tensor"]) -> Answer:
+        write: Callable[..., int] = getattr(self.engine, f"update_weights_from_{source}")
+        given = dict(asked)
+        version = given.pop("weight_version")
+        first = given.pop("model_path" if source == "disk" else "serialized_named_tensors")
 
         def update() -> int:
-            with self.lifecycle.writing(version=weight_version, refusals=_NOTHING_WRITTEN):
+            with self.lifecycle.writing(version=version, refusals=_NOTHING_WRITTEN):
                 return write(first, **given)
 
         try:
@@ -489,27 +423,8 @@ def _host() -> dict[str, Any]:
     return {"host_id": host_id, "host_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
 
 
-def _kind(error: BaseException) -> str:
-    return str(Answer.failure(error).body["error"]["type"])
-
-
 def _health(now: Snapshot, reason: str) -> HealthAnswer:
     return HealthAnswer(status="unavailable" if reason else "ok", state=now.state, reason=reason)
-
-
-def _progress(operation: Operation) -> reports.ProgressAnswer | None:
-    """Return the progress of a running operation as the core counts it, or None while nothing is copied."""
-    now = operation.progress
-    if not operation.is_running or now.operation != operation.request.operation:
-        return None
-    rate = now.done_bytes / now.seconds if now.seconds > 0 else 0.0
-    return reports.ProgressAnswer(
-        done_bytes=now.done_bytes,
-        total_bytes=now.total_bytes,
-        copied_bytes=now.copied_bytes,
-        gb_per_s=rate / 1e9,
-        seconds_left=(now.total_bytes - now.done_bytes) / rate if rate else None,
-    )
 
 
 def _message(report: reports.OperationReport) -> str:

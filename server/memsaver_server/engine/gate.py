@@ -9,6 +9,7 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from memsaver_core.contract.errors import AdmissionClosedError, DrainTimeoutError
 from memsaver_core.contract.requests import DrainMode
@@ -16,6 +17,7 @@ from memsaver_server import clock
 from memsaver_server.engine import Engine, never, waits
 
 
+@dataclass(eq=False)
 class InFlightRequest:
     """One request inside the gate.
 
@@ -24,9 +26,8 @@ class InFlightRequest:
         aborted: a release with mode ``abort`` waits for this request; it should end early.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.aborted = False
+    name: str
+    aborted: bool = False
 
 
 class Gate:

@@ -16,7 +16,7 @@ from memsaver_server.fleet.connection import key_advice
 from memsaver_server.fleet.observer import GLANCE_S, Observer
 from memsaver_server.fleet.results import CallRow, EngineStatus, count_of
 from memsaver_server.fleet.turns.upstream import Upstreams
-from memsaver_server.operation.departure import while_client_waits
+from memsaver_server.operation.departure import while_connected
 from memsaver_server.threads import in_thread
 
 _HEADERS = [
@@ -32,7 +32,7 @@ async def call_each(
     observer: Observer,
     method: str,
     path: str,
-    body: Mapping[str, Any] | None,
+    body: Mapping[str, Any] | None = None,
     query: Mapping[str, Any] | None = None,
 ) -> list[CallRow]:
     """Return the row of each engine; one that ``observer`` finds silent meanwhile is waited for no longer. Raises
@@ -69,7 +69,7 @@ async def call_each(
     async def call_all() -> list[CallRow]:
         return list(await asyncio.gather(*map(call, engines)))
 
-    return await while_client_waits(call_all(), WHOLE_S)  # who sends a call and leaves has it carried out
+    return await while_connected(call_all(), WHOLE_S)  # who sends a call and leaves has it carried out
 
 
 def answer_of(rows: list[CallRow], done: str, more: Mapping[str, Any] | None = None) -> Answer:

@@ -52,7 +52,9 @@ async def groups_of(request: AskedOfFleet, parts: Sequence[Part]) -> list[list[P
     short = {where: gpu for where, gpu in (await _needs(request, parts)).items() if gpu.is_short}
     if request.fleet_mode == "all" and not request.patience_s(Phase.WAIT_FOR_MEMORY):
         for where, gpu in short.items():
-            _refuse(where, gpu, parts)
+            for part in parts:
+                if part.member.name in gpu.needs:
+                    part.fail("preparing", EngineFailure("out_of_device_memory", gpu.shortage(where)))
     return _joined(parts, [set(gpu.needs) for gpu in short.values()])
 
 
@@ -87,12 +89,6 @@ def add_needs(gpus: dict[str, Place], name: str, now: OccupationAnswer, rooms: I
             gpu = gpus.setdefault(f"GPU {uuids[room.index]}", Place(room.free_bytes))
             gpu.add(name, room)
             gpu.elastic |= now.kv_cache is not None
-
-
-def _refuse(where: str, gpu: Place, parts: Sequence[Part]) -> None:
-    for part in parts:
-        if part.member.name in gpu.needs:
-            part.fail("preparing", EngineFailure("out_of_device_memory", gpu.shortage(where)))
 
 
 def _joined(parts: Sequence[Part], crowds: Sequence[set[str]]) -> list[list[Part]]:

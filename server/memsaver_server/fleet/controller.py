@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import platform
 import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -33,17 +31,15 @@ from memsaver_core.contract.requests import (
 from memsaver_core.contract.status import HealthAnswer
 from memsaver_server.audit import AuditLog
 from memsaver_server.client.requests import path_of
-from memsaver_server.controller import TICK_S, Answer, Capability, EngineState, Models
+from memsaver_server.controller import Answer, Capability, Controller, EngineState, Models, kind_of
 from memsaver_server.fleet import results
 from memsaver_server.fleet.broadcast import answer_of, call_each
 from memsaver_server.fleet.budget import Place, add_needs
 from memsaver_server.fleet.fleet import AsyncFleet
-from memsaver_server.fleet.members import MembershipError
 from memsaver_server.fleet.metrics import FleetMetrics
-from memsaver_server.fleet.observer import Observer
+from memsaver_server.fleet.observer import Observer, total
 from memsaver_server.fleet.operation import FleetOperation
-from memsaver_server.fleet.record import RecordError, version_for
-from memsaver_server.fleet.seen import occupation, total
+from memsaver_server.fleet.record import version_for
 from memsaver_server.fleet.turns.options import TurnOptions
 from memsaver_server.fleet.turns.proxy import Proxy
 from memsaver_server.fleet.turns.turns import Turns
@@ -59,8 +55,8 @@ TURNS = "turns"
 GRACE_S = 5.0
 
 
-class FleetController:
-    """Implements ``Controller`` and ``turns.Mover``. Use it in one event loop, except ``close``."""
+class FleetController(Controller[FleetOperation]):
+    """Use it in one event loop, except ``close``."""
 
     name = "fleet"
     capabilities: frozenset[Capability] = frozenset({"update", "resize", "models"})
@@ -81,21 +77,19 @@ class FleetController:
         },
     )
 
-    def __init__(
-        self, fleet: AsyncFleet, settings: Settings, turns: TurnOptions, engine_key: str | None, callers: CallerFigures
-    ) -> None:
+    def __init__(self, fleet: AsyncFleet, settings: Settings, turns: TurnOptions, engine_key: str | None) -> None:
         relay()
         self.closing = threading.Event()
-        self.callers = callers
+        self.callers = CallerFigures()
         self._fleet = fleet
         self._settings = settings
-        self._observer = Observer(fleet, engine_key, lambda status: self.turns.update(status))
-        self.turns = Turns(turns, self)
+        self._observer = Observer(fleet, engine_key)
+        self.turns = Turns(turns, self._observer, self.move)
         self._upstreams = Upstreams(fleet.verify)
-        self.proxy = Proxy(self.turns, self, self._upstreams, self._observer.keys)
-        self._metrics = FleetMetrics(self._observer, self.turns, callers)
+        self.proxy = Proxy(self.turns, self._observer, self._upstreams)
+        self._metrics = FleetMetrics(self._observer, self.turns, self.callers)
         self._audit = AuditLog(settings.audit_file)
-        fleet.history = History(settings.history)
+        self.operations = fleet.history = History(settings.history)
         fleet.around, fleet.on_ended = self._around, self._record
         self._kept: list[asyncio.Task[None]] = []
 
@@ -124,11 +118,7 @@ class FleetController:
         asked = asked.resolved(self._settings.drain_timeout_s)
         named = asked.operation_id or (uuid.uuid5(uuid.NAMESPACE_URL, key).hex[:12] if key else None)
         if named is not None:
-            name, noun = ("operation_id", "id") if asked.operation_id else ("Idempotency-Key", "key")
-            try:
-                await self._fleet.check(asked.digest(), named, f"{name} {asked.operation_id or key!r}", noun)
-            except RecordError as error:
-                raise _public(error) from None
+            await self._fleet.check(asked, named, None if asked.operation_id else key)
         return self._start(asked, client, named)
 
     def _start(self, asked: AskedOfFleet, client: str, key: str | None) -> FleetOperation:
@@ -155,10 +145,9 @@ class FleetController:
     def answer(self, operation: FleetOperation) -> Answer:
         result = operation.result
         if result is None:
-            failed = Answer.failure(_public(operation.error))
-            failed.body["error"]["status"] = failed.status
+            assert operation.error is not None
             about = {"operation": operation.request.operation, "operation_id": operation.id, "engines": []}
-            return Answer({**failed.body, **about}, failed.status, failed.headers)
+            return Answer.failure(operation.error).of_operation(**about)
         done = Answer.of(result.model_copy(update={"operation_id": operation.id}))
         if result.success:
             return done
@@ -166,39 +155,8 @@ class FleetController:
         kind = "cancelled" if cancelled else next((each.kind for each in result.failed if each.kind), "failed")
         status = 409 if cancelled else next((errors.status_of(each.kind) for each in result.failed), 500)
         rows = [{"name": each.name, "type": each.kind, "message": each.error} for each in result.failed]
-        answer = Answer.error(status, kind, result.message, 1 if status == 503 else None, failed=rows)
-        answer.body["error"]["status"] = status
-        return Answer({**answer.body, **done.body}, status, answer.headers)
-
-    def describe(self, operation: FleetOperation) -> dict[str, Any]:
-        asked, result = operation.request, operation.result
-        seconds = result.seconds if result else operation.elapsed_s()
-        return {
-            "operation_id": operation.id,
-            "operation": asked.operation,
-            "status": operation.status,
-            "phase": operation.phase,
-            "stalled": None,
-            "tags": list(asked.tags) or None,
-            "client": operation.client,
-            "origin": operation.origin,
-            "cause": operation.cause,
-            "callers": operation.callers,
-            "created_at": operation.created_at,
-            "started_at": operation.created_at,
-            "finished_at": operation.finished_at,
-            "seconds": seconds,
-            "progress": None,
-            "phases": [],
-            "answer": self.answer(operation).body if operation.has_ended else None,
-            "engines": operation.engines,
-        }
-
-    def find(self, operation_id: str) -> FleetOperation:
-        return self._fleet.history.find(operation_id)
-
-    def recent(self) -> Sequence[FleetOperation]:
-        return self._fleet.history.recent()
+        failed = Answer.error(status, kind, result.message, 1 if status == 503 else None, failed=rows)
+        return failed.of_operation(**done.body)
 
     async def commit(self, operation: FleetOperation, key: str | None = None) -> None:
         message = f"{operation.request.operation} {operation.id} cannot be committed"
@@ -214,30 +172,12 @@ class FleetController:
         await operation.ended()
         operation.go("cancel")  # refused if it was too late all the same
 
-    async def events(self, operation: FleetOperation) -> AsyncIterator[tuple[str, Any]]:
-        stage = ""
-        done = operation.ended()
-        engines: dict[str, str] = {}
-        while not self.closing.is_set():
-            ended = operation.has_ended
-            if operation.phase and operation.phase != stage:
-                stage = operation.phase
-                yield "phase", {"name": stage}
-            for name, each in operation.engines.items():
-                if engines.get(name) != each:
-                    engines[name] = each
-                    yield "engine", {"name": name, "stage": each}
-            if ended:
-                yield "done", self.answer(operation).body
-                return
-            await asyncio.wait({done}, timeout=TICK_S)
-
     async def plan(self, asked: Asked) -> Answer:
         assert isinstance(asked, AskedOfFleet)
         verb = asked.operation
         body = {**asked.sent(), "dry_run": True}
         engines = self._engines_of(asked)
-        rows = await call_each(engines, self._upstreams, self._observer, "POST", path_of(verb), body)
+        rows = await call_each(engines, self._upstreams, self._observer, "POST", path_of(verb), body=body)
         said = {row.name: row.body.get("blockers", ()) for row in rows if isinstance(row.body, dict)}
         blockers = [f"{name}: {each}" for name, found in said.items() if isinstance(found, list) for each in found]
         if verb in OPPOSITE and not asked.patience_s(Phase.WAIT_FOR_MEMORY):
@@ -259,8 +199,8 @@ class FleetController:
                 await self._observer.look(names)
 
     def _record(self, operation: FleetOperation) -> None:
-        error, result = _public(operation.error), operation.result
-        outcome = getattr(error, "kind", "internal_error")
+        result = operation.result
+        outcome = kind_of(operation.error)
         if result is not None:
             outcome = "success" if result.success else next((each.kind for each in result.failed), "cancelled")
         counted = self._metrics.reconciled if operation.origin == "reconciler" else self._metrics.operations
@@ -277,18 +217,11 @@ class FleetController:
         both = any(asked.selected().may_match(each) and other.selected().may_match(each) for each in members)
         return asked.operation != other.operation and both
 
-    # -- turns.Mover ---------------------------------------------------------------------------------------------------
-
-    async def look(self, names: Sequence[str]) -> None:
-        await self._observer.look(names)
-
     async def move(self, verb: Verb, names: Sequence[str], **options: Any) -> results.FleetResult:
+        """Move the memory of engines whose models take turns."""
         asked = ASKED_OF_FLEET[verb](selector=Selector(names=tuple(names)), wait=True, **options)
         operation = self._start(asked.resolved(self._settings.drain_timeout_s), TURNS, None)
-        try:
-            return await operation.outcome()
-        except Exception as error:
-            raise _public(error) from None
+        return await operation.outcome()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -310,26 +243,17 @@ class FleetController:
     async def generates(self) -> Answer:
         return await self._call(Selected(), "A token was generated", "GET", "/health_generate")
 
-    def version(self) -> dict[str, str]:
-        return {"version": metadata.version("memsaver"), "python": platform.python_version()}
-
     def scrape(self) -> bytes:
         return self._metrics.scrape()
 
     def _occupation(self) -> results.FleetOccupationAnswer:
         moving = (each.id for each in self._fleet.history.running() if each.request.operation in OPPOSITE)
-        return occupation(self._observer, next(moving, None), self.turns.in_flight())
+        return self._observer.occupation(next(moving, None), self.turns.in_flight())
 
     # -- the dashboard -------------------------------------------------------------------------------------------------
 
     def readings(self) -> Iterable[dict[str, Any]]:
         return list(self._observer.readings)
-
-    def mark(self, operation: FleetOperation) -> object:
-        return operation.status, operation.phase, operation.engines
-
-    def timeline(self, operation: FleetOperation) -> dict[str, Any]:
-        return {**self.describe(operation), "phase_starts": [operation.created_at] if operation.phase else []}
 
     async def shown(self) -> dict[str, Any]:
         now = self._occupation()
@@ -341,17 +265,17 @@ class FleetController:
     async def pause(
         self, selected: Fields, mode: DrainMode, timeout_s: float | None, *, asleep: bool = False
     ) -> Answer:
-        limit = {} if timeout_s is None else {"timeout_s": timeout_s}
+        asked = {"mode": mode, **({} if timeout_s is None else {"timeout_s": timeout_s})}
         if asleep:
-            query = {"level": 0, "mode": mode, **limit}
+            query = {"level": 0, **asked}
             return await self._call(selected, "Scheduling paused", "POST", "/sleep", query=query)
-        return await self._call(selected, "Generation paused", "POST", "/pause_generation", {"mode": mode, **limit})
+        return await self._call(selected, "Generation paused", "POST", "/pause_generation", body=asked)
 
     async def continue_(self, selected: Fields, *, scheduling: bool = False) -> Answer:
         if scheduling:
             query = {"tags": ["scheduling"]}
             return await self._call(selected, "Scheduling continues", "POST", "/wake_up", query=query)
-        return await self._call(selected, "Generation continues", "POST", "/continue_generation", {})
+        return await self._call(selected, "Generation continues", "POST", "/continue_generation", body={})
 
     async def kv_cache(self) -> Answer:
         raise errors.BadRequestError("a fleet has no KV cache; ask its engines")
@@ -361,38 +285,22 @@ class FleetController:
 
     async def written(self, selected: Fields, tags: Sequence[str]) -> Answer:
         body = {"tags": list(tags)} if tags else {}
-        return await self._call(selected, "Content counts as written", "POST", "/content_written", body)
+        return await self._call(selected, "Content counts as written", "POST", "/content_written", body=body)
 
-    async def generate(self, asked: dict[str, Any]) -> dict[str, Any]:
-        raise errors.BadRequestError("a fleet passes requests for tokens on; it computes none itself")
-
-    async def update_from_disk(self, selected: Fields, asked: Fields) -> Answer:
-        return await self._update(selected, "/update_weights_from_disk", asked)
-
-    async def update_from_tensor(self, selected: Fields, asked: Fields) -> Answer:
-        return await self._update(selected, "/update_weights_from_tensor", asked)
-
-    async def _update(self, selected: Fields, path: str, asked: Fields) -> Answer:
-        """Write weights. Engines of whose weights callers demand a version get no request until that is known anew."""
+    async def update(self, selected: Fields, asked: Fields, source: Literal["disk", "tensor"]) -> Answer:
+        """As ``Controller``. Engines of whose weights callers demand a version get no request until that is known anew."""
         demands = self._observer.status.demands
         demanded = [each.name for each in self._engines_of(selected) if version_for(each, demands)]
         async with self.turns.set_aside(demanded):
-            return await self._call(selected, "Weights written", "POST", path, asked.model_dump())
+            path = f"/update_weights_from_{source}"
+            return await self._call(selected, "Weights written", "POST", path, body=asked.model_dump())
 
-    async def _call(
-        self,
-        selected: Fields,
-        done: str,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        query: dict[str, Any] | None = None,
-    ) -> Answer:
+    async def _call(self, selected: Fields, done: str, method: str, path: str, **sent: dict[str, Any]) -> Answer:
         """Send the same call to every selected engine; return the answer that lists theirs, and says ``done`` if all
         succeed. Raises FleetUnknownError if the members cannot be read, NotFoundError if no engine is selected."""
         engines = self._engines_of(selected)
         try:
-            rows = await call_each(engines, self._upstreams, self._observer, method, path, body, query)
+            rows = await call_each(engines, self._upstreams, self._observer, method, path, **sent)
         finally:
             await self._observer.look([engine.name for engine in engines])
         return answer_of(rows, done)
@@ -405,20 +313,8 @@ class FleetController:
         selector = fields.selected()
         engines = [engine for engine in self._observer.status.engines if selector.matches(engine)]
         strangers = sorted(set(selector.names) - self._observer.members.keys())
-        if nobody := results.NoEngineError.of(selector, engines, strangers):
-            raise _public(nobody)
+        results.NoEngineError.check(selector, engines, strangers)
         return engines
-
-
-def _public(error: BaseException | None) -> BaseException:
-    """Return, as callers of a service know it, the error of an operation that could not begin."""
-    if isinstance(error, results.NoEngineError):
-        return errors.NotFoundError(str(error))
-    if isinstance(error, results.FleetError):
-        return errors.BadRequestError(str(error))
-    if isinstance(error, (MembershipError, RecordError)):
-        return errors.FleetUnknownError(str(error))
-    return error or RuntimeError("the operation has not ended")
 
 
 def _row(engine: results.EngineStatus) -> EngineState:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any
 
 from memsaver_core.contract.errors import PhaseTimeoutError
 from memsaver_core.contract.phases import Phase
@@ -24,10 +24,10 @@ from memsaver_core.contract.policies import keeps_all
 from memsaver_core.contract.requests import OPPOSITE, STATES, Selector
 from memsaver_server import clock
 from memsaver_server.fleet.budget import groups_of
-from memsaver_server.fleet.connection import EngineFailure
+from memsaver_server.fleet.connection import Coordinator, EngineFailure
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.record import Keeper, Outcome, RecordError, Running, Wanted, wish_for, wishes_for
+from memsaver_server.fleet.record import Keeper, Outcome, RecordError, RunningStage, Wanted, wish_for, wishes_for
 
 logger = logging.getLogger("memsaver")
 
@@ -39,31 +39,27 @@ class Execution:
         self,
         operation: FleetOperation,
         keeper: Keeper,
-        lease_s: float,
-        silence_s: float,
+        coordinator: Coordinator,
         report: Callable[[FleetOperation, str], None],
     ) -> None:
         self._operation = operation
         self._request = operation.asked
-        self._id = operation.id
         self._key = operation.prepare_key
         self._timeout_s = operation.asked.timeout_s or 0.0
         #: How long an engine may take to prepare: for its drain, or until there is memory, seconds.
         self._patience_s = self._timeout_s + operation.asked.patience_s(Phase.WAIT_FOR_MEMORY)
         self._parts = operation.parts
         self._keeper = keeper
-        self._lease_s = lease_s
-        self._prepared = {**operation.asked.sent(), "prepare": True, "lease_s": lease_s}
-        self._silence_s = silence_s
+        self._lease_s, self._silence_s = coordinator.lease_s, coordinator.silence_s
+        self._prepared = {**operation.asked.sent(), "prepare": True, "lease_s": self._lease_s}
         self._report = partial(report, operation)
-        self._wish = operation.wish
         self._noted = ""  # the key under which the record has it as running
 
     async def alone(self) -> None:
         """Carry it out on each engine by itself. Nothing was done if it raises RecordError."""
         self._operation.how = "each"
         # First: a reconciler is to do what remains.
-        await self._keeper.begun(self._id, self._operation.known("begun"), self._wish)
+        await self._keeper.begun(self._operation.id, self._operation.known("begun"), self._operation.wish)
         self._report("commit")
         groups = await groups_of(self._request, [part for part in self._parts if part.failure is None])
 
@@ -122,7 +118,7 @@ class Execution:
             await self._confirm()
             # If all engines are otherwise by now, another coordinator has undone it.
             undone = all(part.failure and part.failure.kind == "changed" for part in self._parts)
-            await self._end(None if undone else self._wish)
+            await self._end(None if undone else self._operation.wish)
 
     async def undo(self) -> None:
         """Have every engine as before: abort what is prepared, move back what was moved."""
@@ -295,9 +291,9 @@ class Execution:
     async def _wishes_for_the_rest(self) -> list[Wanted]:
         """Return what a reconciler is to do on engines that could not be undone, or do not answer, unless it is wanted
         already: until asked, or with these options."""
-        verb = self._request.operation
-        assert self._wish is not None  # it is of mode ``all``
-        back = self._wish.model_copy(update={"state": STATES[OPPOSITE[verb]], "options": {}, "until_asked": False})
+        verb, wish = self._request.operation, self._operation.wish
+        assert wish is not None  # it is of mode ``all``
+        back = wish.model_copy(update={"state": STATES[OPPOSITE[verb]], "options": {}, "until_asked": False})
         rest: list[Wanted] = []
         for part in (part for part in self._parts if part.is_stray(verb)):
             wishes = await self._wishes_for(part)
@@ -308,13 +304,8 @@ class Execution:
 
     # -- the record ----------------------------------------------------------------------------------------------------
 
-    async def _note(self, stage: Literal["preparing", "committing", "rolling_back"]) -> None:
-        engines = {part.member.name: part.as_prepared() for part in self._parts}
-        digest = self._operation.digest
-        assert self._wish is not None  # it is of mode ``all``
-        sent = self._request.sent()
-        running = Running(stage=stage, wanted=self._wish, sent=sent, key=self._key, digest=digest, engines=engines)
-        await self._keeper.running(self._id, running)
+    async def _note(self, stage: RunningStage) -> None:
+        await self._keeper.running(self._operation.id, self._operation.as_running(stage))
         self._noted = self._key
 
     async def _end(self, wish: Wanted | None = None, rest: Iterable[Wanted] = ()) -> None:
@@ -323,10 +314,10 @@ class Execution:
         if self._operation.how == "aborted" and self._operation.given_up.is_set():
             outcome = "cancelled"
         try:
-            await self._keeper.ended(self._id, self._operation.known(outcome), wish, rest, self._noted)
+            await self._keeper.ended(self._operation.id, self._operation.known(outcome), wish, rest, self._noted)
         except RecordError:
             # The engines are the truth, and the keeper writes it later.
-            logger.exception("fleet operation %s has ended, but could not be recorded", self._id)
+            logger.exception("fleet operation %s has ended, but could not be recorded", self._operation.id)
 
 
 def _failed(parts: Iterable[Part]) -> bool:

@@ -33,7 +33,6 @@ from memsaver_server.fleet.keywords import FleetReleaseKeywords, FleetResumeKeyw
 from memsaver_server.fleet.locks import Locks, of_cache
 from memsaver_server.fleet.members import Membership
 from memsaver_server.fleet.operation import FleetOperation
-from memsaver_server.fleet.outcome import result_of
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.reconciler import Reconciler
 from memsaver_server.fleet.record import (
@@ -99,8 +98,7 @@ class AsyncFleet:
         self.membership = membership
         name = name or f"{socket.gethostname()}:{os.getpid()}"
         self.verify = ssl.create_default_context() if verify is True else verify
-        self._coordinator = Coordinator(f"memsaver-coordinator {name}", api_key, silence_s, self.verify)
-        self._lease_s = lease_s
+        self._coordinator = Coordinator(f"memsaver-coordinator {name}", api_key, silence_s, lease_s, self.verify)
         self._keeper = Keeper(record or MemoryRecord())
         self._locks = Locks()
         self.roster = Roster(membership, self._locks, self._coordinator)
@@ -165,7 +163,7 @@ class AsyncFleet:
         running = self.history.get(operation_id)
         if running is None or running.task is None or running.has_ended:
             raise FleetError(f"no operation {operation_id!r} of the fleet runs that could be cancelled")
-        if not running.can_be_cancelled:
+        if running.how != "aborted" or not running.table.allows(running.state, "cancel"):
             raise FleetError(f"operation {operation_id!r} moves memory already; do the opposite when it has ended")
         running.given_up.set()
         return await running.outcome()
@@ -223,10 +221,8 @@ class AsyncFleet:
 
     async def _holders(self) -> set[str]:
         """Return the coordinators that hold engines, as far as these answer."""
-        asks = [(member, self.roster.asking(member)[1]) for member in await self.roster.members()]
-        await self.roster.until_answered(asks)
-        seen = [ask.result().before for _, ask in asks if ask.done() and not ask.cancelled()]
-        return {now.coordinator for now in seen if now is not None} - {""}
+        said = await self.roster.answers(await self.roster.members())
+        return {part.before.coordinator for _, part in said if part is not None and part.before is not None} - {""}
 
     def _recovered(self, operation_id: str, task: asyncio.Task[FleetResult]) -> None:
         """Take note that a task has ended; what it could not do is tried again."""
@@ -261,23 +257,22 @@ class AsyncFleet:
     async def run(self, asked: AskedOfFleet) -> FleetResult:
         asked = asked.resolved(DEFAULT_TIMEOUT_S)
         named = asked.operation_id or ""
-        await self.check(asked.digest(), named, f"operation_id {named!r}", "id")
+        await self.check(asked, named)
         operation = self.known(asked, named) or self.start(FleetOperation.of(asked, named, self._coordinator.name))
         return await operation.outcome()
 
-    async def check(self, digest: str, operation_id: str, name: str, noun: str) -> None:
-        """Raise IdempotencyKeyError if an id, which it calls ``name``, a ``noun``, stands for another request than that
-        of ``digest``, or RecordError if the record cannot be read. The id is taken by a ``start`` that follows at once.
-        """
+    async def check(self, asked: AskedOfFleet, operation_id: str, key: str | None = None) -> None:
+        """Raise IdempotencyKeyError if an id, which may be made from a caller's ``key``, stands for another request,
+        or RecordError if the record cannot be read. The id is taken by a ``start`` that follows at once."""
         if not operation_id:
             return
-        record = await self._keeper.load()
+        digest, record = asked.digest(), await self._keeper.load()
         first = record.first(operation_id, digest)
         running = self.history.get(operation_id)
         if running is not None and not running.has_ended and running.digest != digest:
             first = f"{running.request.operation} {operation_id}"
         if first:
-            raise reused(name, first, noun)
+            raise reused(first, key, operation_id)
         if running is not None and running.has_ended and record.known(operation_id) is not None:
             members = [part.member for part in running.parts]
             demands = getattr(running.asked, "weights_version", None) is not None  # an update may have come since
@@ -348,8 +343,7 @@ class AsyncFleet:
         selector = operation.asked.selected()
         parts = await self.roster.parts(selector, partial(setattr, operation, "parts"))
         strangers = await self.roster.strangers(selector, parts) if parts else []
-        if nobody := NoEngineError.of(selector, parts, strangers):
-            raise nobody
+        NoEngineError.check(selector, parts, strangers)
         return parts
 
     def _lock_names(self, operation: FleetOperation, parts: Sequence[Part]) -> set[str]:
@@ -388,7 +382,7 @@ class AsyncFleet:
         ended = known is not None and known.outcome in ("succeeded", "cancelled")
         if known is not None and (ended or record.is_overtaken(operation.id, request.tags, members)):
             return self._repeated(operation, known)
-        execution = self._execution(operation)
+        execution = Execution(operation, self._keeper, self._coordinator, self._report)
         if request.fleet_mode == "best_effort" and not operation.given_up.is_set():
             await execution.alone()
             return self._finish(operation)
@@ -423,9 +417,6 @@ class AsyncFleet:
                 part.fail("asking", EngineFailure("changed", what))
         return self._finish(operation)
 
-    def _execution(self, operation: FleetOperation) -> Execution:
-        return Execution(operation, self._keeper, self._lease_s, self._coordinator.silence_s, self._report)
-
     async def _carry_on(self, operation: FleetOperation, left: Running) -> FleetResult:
         async with self._locks.held({*left.engines, *(gpu for each in left.engines.values() for gpu in each.gpus)}):
             for name, prepared in left.engines.items():
@@ -434,7 +425,7 @@ class AsyncFleet:
                 part = Part(member, self.roster.connection(member))
                 part.operation_id, part.tags, part.kept = prepared.operation_id, prepared.tags, prepared.kept
                 operation.parts.append(part)
-            execution = self._execution(operation)
+            execution = Execution(operation, self._keeper, self._coordinator, self._report)
             end = {"preparing": execution.abandon, "committing": execution.commit, "rolling_back": execution.undo}
             async with self.around(operation):
                 await end[left.stage]()
@@ -443,7 +434,7 @@ class AsyncFleet:
         return result
 
     def _finish(self, operation: FleetOperation, why: str = "") -> FleetResult:
-        result = result_of(operation, self._lease_s, self._coordinator.name, why)
+        result = operation.summed_up(self._coordinator, why)
         self._hub.publish("result", **result.model_dump(mode="json"))
         return result
 

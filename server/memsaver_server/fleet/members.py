@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from memsaver_core.contract.errors import FleetUnknownError
 from memsaver_server.address import parse_address
 
 #: Interval at which a file of members is looked at for changes, seconds.
@@ -51,7 +52,7 @@ class Membership(Protocol):
         """Return once the members may have changed since the last call of ``members``."""
 
 
-class MembershipError(Exception):
+class MembershipError(FleetUnknownError):
     """The members of a fleet cannot be read; the message says from where, and why."""
 
 

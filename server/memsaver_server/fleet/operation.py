@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import quote
 
 from memsaver_core.contract.errors import LeaseEndedError, TooLateToCancelError
+from memsaver_core.contract.reports import held_by
 from memsaver_core.contract.requests import Asked, AskedOfFleet, FleetRelease, FleetResize
-from memsaver_server import clock
+from memsaver_server.fleet.connection import Coordinator
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.record import Known, Outcome, Running, Wanted
-from memsaver_server.fleet.results import FleetProgress, FleetResult, Origin
+from memsaver_server.fleet.record import Known, Outcome, Running, RunningStage, Wanted
+from memsaver_server.fleet.results import FleetProgress, FleetResult, Origin, common, count_of
 from memsaver_server.operation.history import KEPT_S
 from memsaver_server.operation.operation import Operation
 from memsaver_server.operation.table import Row, Table
@@ -22,6 +24,8 @@ from memsaver_server.operation.table import Row, Table
 #: How an operation ends: ``each`` in mode ``best_effort``; in mode ``all`` it is ``done``, ``aborted`` (nothing was
 #: moved) or ``undone`` (some was, and was moved back, or should be).
 How = Literal["done", "aborted", "undone", "each"]
+#: Engines of one kind that a message lists; the answer has all.
+_LISTED = 8
 
 #: An operation of a fleet; in mode ``best_effort`` it commits on each engine by itself.
 FLEET = Table(
@@ -63,7 +67,6 @@ class FleetOperation(Operation):
     parts: list[Part] = field(default_factory=list)
     given_up: asyncio.Event = field(default_factory=asyncio.Event)  # too late once it is ``committing``
     how: How = "aborted"  # how it ended; what is not ``done`` yet counts as ``aborted``
-    began: float = field(default_factory=clock.monotonic)
     overtaken: bool = False  # by a later call about its engines, or perhaps by an update of their weights
     repeated: bool = False  # it did nothing: the record knew its id
     task: asyncio.Task[FleetResult] | None = None
@@ -126,18 +129,24 @@ class FleetOperation(Operation):
         resized = self.asked.selected() if verb == "resize" else None
         return Known(digest=self.digest, verb=verb, outcome=outcome, at=time.time(), resized=resized)
 
+    def as_running(self, stage: RunningStage) -> Running:
+        """Return what the record keeps of it, which is of mode ``all``, until it has ended."""
+        assert self.wish is not None
+        engines = {part.member.name: part.as_prepared() for part in self.parts}
+        sent, key = self.asked.sent(), self.prepare_key
+        return Running(stage=stage, wanted=self.wish, sent=sent, key=key, digest=self.digest, engines=engines)
+
     @property
     def phase(self) -> str:
         """The stage that it is in, or an empty string."""
         return "" if self.has_ended else self.state
 
     @property
-    def can_be_cancelled(self) -> bool:
-        return self.how == "aborted" and not self.has_ended and self.table.allows(self.state, "cancel")
+    def phase_starts(self) -> tuple[float, ...]:
+        return (self.created_at,) if self.phase else ()
 
     @property
     def engines(self) -> dict[str, str]:
-        """The stage of each engine, as in ``FleetProgress``."""
         if self.result is None:
             return {part.member.name: part.shown for part in self.parts}
         rows = self.result.engines
@@ -151,7 +160,7 @@ class FleetOperation(Operation):
         """Record how it ended, and let its callers know. ``error``: it could not be begun."""
         with self.changed:
             self.report, self.error = result, error
-            self.finished_at, self.seconds = time.time(), self.elapsed_s()
+            self.finished_at, self.seconds = time.time(), result.seconds if result is not None else self.elapsed_s()
             if result is not None and result.success:
                 self.advance("done")
             else:
@@ -159,11 +168,57 @@ class FleetOperation(Operation):
                 self.advance("cancelled" if given_up else "failed")
         self.answer_callers()
 
+    def described(self) -> dict[str, object]:
+        return {"origin": self.origin, "cause": self.cause, "engines": self.engines}
+
+    def summed_up(self, coordinator: Coordinator, why: str = "") -> FleetResult:
+        """Return its answer, from its parts; ``why``: a reason of its failure that no engine gave."""
+        parts, given_up = self.parts, self.how in ("aborted", "undone")
+        # Engines that are not as before although the operation was given up, or whose state is unknown.
+        strays = [part for part in parts if given_up and part.is_stray(self.request.operation)]
+        engines = tuple(part.result(undone=given_up) for part in parts)
+        holders = {part.before.coordinator for part in parts if part.before is not None} - {"", coordinator.name}
+        return FleetResult(
+            success=all(engine.success for engine in engines),
+            message="".join([self._message(strays, coordinator.lease_s, why), *map(held_by, sorted(holders))]),
+            coordinator=", ".join(sorted(holders)),
+            operation=self.request.operation,
+            operation_id=self.id,
+            state=common(engine.state for engine in engines),
+            released_bytes=sum(engine.released_bytes for engine in engines),
+            resumed_bytes=sum(engine.resumed_bytes for engine in engines),
+            mode=self.asked.fleet_mode,
+            rolled_back=self.how == "undone" and not strays,
+            seconds=self.elapsed_s(),
+            engines=engines,
+        )
+
+    def _message(self, strays: Sequence[Part], prepared_for_s: float, why: str) -> str:
+        """``prepared_for_s``: for so long an engine stays prepared by itself."""
+        parts, done = self.parts, f"{self.request.operation}d"
+        failed = [part for part in parts if part.failure is not None]
+        each = _listed(f"{part.member.name} failed while {part.phase}: {part.failure}" for part in failed)
+        reasons = "; ".join(filter(None, [why, each]))
+        but = _listed(map(_stray, strays))
+        if self.how in ("done", "each"):
+            all_of = count_of(parts)
+            return f"{done} on {len(parts) - len(failed)} of {all_of}; {reasons}" if failed else f"{done} on {all_of}"
+        if self.how == "aborted":
+            after = "All engines are as before"
+            if strays:
+                after = f"As before are all but {but}"
+            if any(part.phase != "asking" for part in strays):  # else they were not asked to prepare
+                after += f". What is prepared there ends with its lease, within {prepared_for_s:g} s"
+            return f"nothing was {done}: {reasons}. {after}"
+        lost = _listed(f"{' and '.join(part.lost())} of {part.member.name}" for part in parts if part.lost())
+        losses = f". Content to be written again: {lost}" if lost else ""
+        if strays:
+            return f"{reasons}; undone, but not on {but}{losses}"
+        return f"{reasons}; what was {done} was undone: all engines are as before{losses}"
+
     def audited(self) -> dict[str, object]:
-        about: dict[str, object] = {"origin": self.origin, "cause": self.cause, "engines": self.engines}
-        if self.result is not None and not self.result.success:
-            about["error"] = self.result.message
-        return about
+        result = self.result
+        return {**self.described(), **({"error": result.message} if result and not result.success else {})}
 
     def progress_now(self) -> FleetProgress:
         return FleetProgress(
@@ -174,3 +229,14 @@ class FleetOperation(Operation):
             seconds=self.elapsed_s(),
             engines=self.engines,
         )
+
+
+def _listed(texts: Iterable[str]) -> str:
+    every = list(texts)
+    more = [f"and {len(every) - _LISTED} more"] if len(every) > _LISTED else []
+    return "; ".join(every[:_LISTED] + more)
+
+
+def _stray(part: Part) -> str:
+    why = f" ({part.undo_failure})" if part.undo_failure is not None else ""
+    return f"{part.member.name}, which is {part.state}{why}"

@@ -7,17 +7,17 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from memsaver_core.contract.errors import FleetUnknownError
 from memsaver_core.contract.requests import Selector
 from memsaver_server.fleet.connection import Coordinator, EngineFailure
 from memsaver_server.fleet.locks import Locks
-from memsaver_server.fleet.members import Member, MembershipError
+from memsaver_server.fleet.members import Member
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part, unlike
 from memsaver_server.fleet.record import (
     VERBS,
     Keeper,
     RecordContent,
-    RecordError,
     Wanted,
     version_for,
     wish_for,
@@ -79,7 +79,7 @@ class Reconciler:
                 raise
             except Exception as error:
                 if str(error) != trouble:
-                    bug = None if isinstance(error, (MembershipError, RecordError)) else error
+                    bug = None if isinstance(error, FleetUnknownError) else error
                     logger.error("the fleet cannot be reconciled now, which is tried again: %s", error, exc_info=bug)
                 trouble = str(error)
                 await asyncio.sleep(min(interval_s, AGAIN_S))

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import FiniteFloat, ValidationError
 
+from memsaver_core.contract.errors import FleetUnknownError
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.phases import OperationName
 from memsaver_core.contract.requests import ASKED_OF_FLEET, STATES, Described, FleetRelease, FleetResume, Selector, Verb
@@ -25,6 +26,7 @@ from memsaver_server.wrong_fields import wrong_fields
 logger = logging.getLogger("memsaver")
 
 Outcome = Literal["begun", "succeeded", "failed", "cancelled"]
+RunningStage = Literal["preparing", "committing", "rolling_back"]
 #: The operation that leaves each state.
 VERBS: dict[str, Verb] = {STATES[verb]: verb for verb in ASKED_OF_FLEET}
 
@@ -108,7 +110,7 @@ class Running(Model):
     """How far an operation in mode ``all`` is. Once it is ``committing``, every engine is prepared. Any coordinator can
     commit or abort it by ``key``, the Idempotency-Key under which the engines prepare what they were ``sent``."""
 
-    stage: Literal["preparing", "committing", "rolling_back"]
+    stage: RunningStage
     wanted: Wanted
     sent: Mapping[str, Any] | None = None  # None: by an earlier version, which noted no more than the wish
     key: str = ""
@@ -188,7 +190,7 @@ class Record(Protocol):
         with the reason, if it cannot be written: the old one is still there."""
 
 
-class RecordError(Exception):
+class RecordError(FleetUnknownError):
     """The record cannot be read or written; the message says why."""
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from memsaver_core.contract.errors import BadRequestError
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.reports import OperationAnswer, OperationStatusAnswer
 from memsaver_core.contract.requests import FleetMode, OperationName, Selector
@@ -37,21 +38,20 @@ def count_of(things: Sized, noun: str = "engine") -> str:
     return f"{len(things)} {noun}{'s'[: len(things) != 1]}"
 
 
-class FleetError(Exception):
+class FleetError(BadRequestError):
     """A fleet's call cannot be carried out; nothing was done."""
 
 
-class NoEngineError(FleetError):
+class NoEngineError(FleetError, kind="not_found", status=404):
     """No engine is selected, or one that is named is no member."""
 
     @classmethod
-    def of(cls, selector: Selector, found: Collection[object], strangers: Collection[str]) -> NoEngineError | None:
-        """Return the error if ``found``, the engines of ``selector``, are none, or ``strangers`` are named in it."""
+    def check(cls, selector: Selector, found: Collection[object], strangers: Collection[str]) -> None:
+        """Raise the error if ``found``, the engines of ``selector``, are none, or ``strangers`` are named in it."""
         if not found:
-            return cls(f"no engine of the fleet matches {selector.model_dump_json(exclude_defaults=True)}")
+            raise cls(f"no engine of the fleet matches {selector.model_dump_json(exclude_defaults=True)}")
         if strangers:
-            return cls(f"the fleet has no engine {', '.join(map(repr, strangers))}; nothing was done")
-        return None
+            raise cls(f"the fleet has no engine {', '.join(map(repr, strangers))}; nothing was done")
 
 
 class EngineResult(Model):

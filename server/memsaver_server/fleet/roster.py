@@ -84,7 +84,11 @@ class Roster:
                 ask.cancel()
         asked = {part.member.name: part for ask, part in asks.items() if ask not in waits}
         each = [asked[member.name] for member in self.one_each(part.member for part in asked.values())]
-        return [part for part in each if selector.matches(part.member) or self._is_unknown(part, selector)]
+        return [
+            part
+            for part in each
+            if selector.matches(part.member) or (part.failure is not None and selector.may_match(part.member))
+        ]
 
     async def strangers(self, selector: Selector, parts: Sequence[Part]) -> list[str]:
         """Return the names in ``selector`` that no member has; ``parts`` are those selected. What is known to have died
@@ -106,6 +110,12 @@ class Roster:
         if ask is None or (at < now - max_age_s and not waits):
             at, ask = self._asks[key] = now, asyncio.create_task(self.asked(member))
         return at, ask
+
+    async def answers(self, members: Iterable[Member], max_age_s: float = 0.0) -> list[tuple[Member, Part | None]]:
+        """Return what each member answers to ``asking``; None if it is silent."""
+        asks = [(member, self.asking(member, max_age_s)[1]) for member in members]
+        await self.until_answered(asks)
+        return [(member, ask.result() if ask.done() and not ask.cancelled() else None) for member, ask in asks]
 
     async def until_answered(self, calls: Iterable[tuple[Member, asyncio.Task[Any]]]) -> None:
         """Wait until each of these calls of engines has ended, or its engine is silent."""
@@ -152,9 +162,6 @@ class Roster:
         """Whether a member that is asked may be selected: not if it is silent and did not match when last seen."""
         known = self._known.get(part.member.name)
         return known is None or known.url != part.member.url or not part.connection.silent_s or selector.matches(known)
-
-    def _is_unknown(self, part: Part, selector: Selector) -> bool:
-        return part.failure is not None and selector.may_match(part.member)
 
     async def _drop_all_but(self, members: Sequence[Member]) -> None:
         """Close the connections that no member has, and no operation uses."""

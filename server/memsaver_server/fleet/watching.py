@@ -81,9 +81,7 @@ class _Watcher:
         for name in self._seen.keys() - {member.name for member in members}:
             del self._seen[name]
             self.put("left", name)
-        asks = [(member, self._roster.asking(member, max_age_s)[1]) for member in members]
-        await self._roster.until_answered(asks)
-        said = [(member, ask.result() if ask.done() and not ask.cancelled() else None) for member, ask in asks]
+        said = await self._roster.answers(members, max_age_s)
         for member, part in said:
             self._compare(member, part)
         self._follows = {name: follow for name, follow in self._follows.items() if not follow.done()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -13,13 +15,13 @@ from fastapi import APIRouter, FastAPI
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from memsaver_core.contract.errors import ForbiddenError, MemsaverError, UnauthorizedError
+from memsaver_core.contract.errors import ForbiddenError, MemsaverError, ServerEndsError, UnauthorizedError
 from memsaver_server.controller import Answer, Controller
 from memsaver_server.http.auth import kind_of
 from memsaver_server.http.fairness import FairnessMiddleware
 from memsaver_server.http.service import Service, response_of, service_of
-from memsaver_server.http.shutdown import ShutdownMiddleware
 from memsaver_server.operation.departure import CLIENT_CLOSED, ClientGoneError
 from memsaver_server.settings import Settings
 
@@ -83,3 +85,30 @@ async def _answer_unexpected(request: Request, error: Exception) -> JSONResponse
     answer = Answer.failure(error)
     # uvicorn closes the connection after such an error; without the header the client's next request on it would fail.
     return JSONResponse(answer.body, answer.status, headers={"Connection": "close"})
+
+
+class ShutdownMiddleware:
+    """Answers a request that the end of the server cancels, once ``closing`` is set, unless its answer has begun: the
+    ASGI server would answer it with plain text."""
+
+    def __init__(self, app: ASGIApp, closing: threading.Event) -> None:
+        self._app = app
+        self._closing = closing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noted)
+        except asyncio.CancelledError:
+            if begun or scope["type"] != "http" or not self._closing.is_set():
+                raise
+            asked = f"{scope['method']} {scope['path']}"
+            message = f"the server is shutting down before {asked} has ended; it may or may not be done"
+            answer = Answer.failure(ServerEndsError(message))
+            await JSONResponse(answer.body, answer.status)(scope, receive, send)

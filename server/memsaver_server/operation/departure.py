@@ -21,9 +21,12 @@ class ClientGoneError(Exception):
     """The client has closed its connection; nobody reads an answer."""
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T], grace_s: float = 0.0) -> _T:
-    """Return the result of ``work``. The request's body must have been read. Raises ClientGoneError if the client went
-    away ``grace_s`` seconds before; ``work`` was cancelled, and has ended."""
+async def while_connected(work: Coroutine[Any, Any, _T], grace_s: float = 0.0, receive: Receive | None = None) -> _T:
+    """Return the result of ``work``, for the request that the current task answers, if it does, or that of ``receive``,
+    whose body must have been read. Raises ClientGoneError if its client went away ``grace_s`` seconds before; ``work``
+    was cancelled, and has ended."""
+    if (receive := receive or CLIENT.get(None)) is None:
+        return await work
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -36,12 +39,6 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T], grace
         for each in (task, gone):
             each.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def while_client_waits(work: Coroutine[Any, Any, _T], grace_s: float) -> _T:
-    """As ``while_connected``, for the request that the current task answers, if it does."""
-    receive = CLIENT.get(None)
-    return await (work if receive is None else while_connected(receive, work, grace_s))
 
 
 async def _departure(receive: Receive) -> None:

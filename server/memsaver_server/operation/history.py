@@ -20,8 +20,9 @@ MAX_KEPT = 4096
 _Operation = TypeVar("_Operation", bound=Operation)
 
 
-def reused(name: str, first: str, noun: str = "key") -> IdempotencyKeyError:
-    """Return the error of a call whose ``name``, e.g. ``operation_id 'a'``, stands for another request, ``first``."""
+def reused(first: str, key: str | None, operation_id: str = "") -> IdempotencyKeyError:
+    """Return the error of a call whose key, or id if it has no key, stands for another request, ``first``."""
+    name, noun = (f"operation_id {operation_id!r}", "id") if key is None else (f"Idempotency-Key {key!r}", "key")
     return IdempotencyKeyError(f"{name} belongs to {first}, a different request; use a new {noun} for a new request")
 
 
@@ -91,7 +92,7 @@ class Keys:
         digest, use, _ = self._keys[key]
         operation = use.operation
         if digest != request.digest():
-            raise reused(f"Idempotency-Key {key!r}", f"{operation.request.operation} {operation.id}")
+            raise reused(f"{operation.request.operation} {operation.id}", key)
         self._note(key, digest, use)
         return operation if operation.answers_repeats else None
 

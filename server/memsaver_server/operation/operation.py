@@ -16,7 +16,7 @@ from typing import Protocol
 
 from memsaver_core.contract import errors
 from memsaver_core.contract.phases import Phase
-from memsaver_core.contract.reports import OperationReport, OperationStatus, PhaseReport, Stall
+from memsaver_core.contract.reports import OperationReport, OperationStatus, PhaseReport, ProgressAnswer, Stall
 from memsaver_core.contract.requests import OPPOSITE, Asked, DrainMode, Release
 from memsaver_core.contract.status import DeviceMemory, PreparedState, Progress, Status
 from memsaver_core.phases import PhaseLog
@@ -141,6 +141,20 @@ class Operation:
     def progress(self) -> Progress:
         return Progress() if self.memory is None else self.memory.status().progress
 
+    def copies(self) -> ProgressAnswer | None:
+        """Return the progress of its copies as the core counts it, or None while nothing is copied."""
+        now = self.progress
+        if not self.is_running or now.operation != self.request.operation:
+            return None
+        rate = now.done_bytes / now.seconds if now.seconds > 0 else 0.0
+        return ProgressAnswer(
+            done_bytes=now.done_bytes,
+            total_bytes=now.total_bytes,
+            copied_bytes=now.copied_bytes,
+            gb_per_s=rate / 1e9,
+            seconds_left=(now.total_bytes - now.done_bytes) / rate if rate else None,
+        )
+
     def elapsed_s(self) -> float:
         return clock.monotonic() - self._started if self.is_running else self.seconds
 
@@ -194,6 +208,15 @@ class Operation:
     def is_shared_with(self, key: str | None, client: str) -> bool:
         """Whether an equal call may join it; if it is to be prepared, one of its key, or without one, of its client."""
         return not self.blocks_others or (key == self.key if self.key is not None else client == self.client)
+
+    @property
+    def engines(self) -> dict[str, str]:
+        """The stage of each engine, as in ``FleetProgress``; none for an operation of one engine."""
+        return {}
+
+    def described(self) -> dict[str, object]:
+        """Return what callers see of it beyond what every operation has."""
+        return {}
 
     def audited(self) -> dict[str, object]:
         """Return its fields in the audit log beyond those of every operation."""

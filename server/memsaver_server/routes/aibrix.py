@@ -72,7 +72,7 @@ def router(models: Models) -> APIRouter:
         return await operate(request, service, fields, FleetResize(**_named(fields), bytes=fields.limit_bytes))
 
     async def operate(request: Request, service: ServiceOf, fields: RuntimeWake, asked: AskedOfFleet) -> JSONResponse:
-        known = [each for each in service.controller.recent() if each.status == "succeeded"]
+        known = [each for each in service.controller.operations.recent() if each.status == "succeeded"]
         operation = await service.operate(request, asked)
         answer = service.controller.answer(operation)
         if operation.status != "succeeded":

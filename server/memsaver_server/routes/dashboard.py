@@ -74,12 +74,15 @@ async def _feed(controller: Controller[Any]) -> AsyncIterator[str]:
     sent: dict[str, object] = {}
     due = 0.0
     while not controller.closing.is_set():
-        recent = controller.recent()[:RECENT]
-        now = {each.id: controller.mark(each) for each in recent}
+        recent = controller.operations.recent()[:RECENT]
+        now: dict[str, object] = {
+            each.id: (each.status, each.phase, len(each.phases), each.described()) for each in recent
+        }
         for operation in reversed(recent):
             # The progress of a running one always changes.
             if operation.status in ("running", "prepared") or sent.get(operation.id) != now[operation.id]:
-                yield event("operation", controller.timeline(operation))
+                phase_starts = list(operation.phase_starts)
+                yield event("operation", {**controller.describe(operation), "phase_starts": phase_starts})
         if now != sent or time.monotonic() >= due:
             sent = now
             running = any(not each.has_ended for each in recent)

@@ -37,7 +37,7 @@ def router(_models: Models) -> APIRouter:
         request.state.memsaver_ignored = check_names([name for name in asked if asked[name] is not None], _FIELDS)
         if asked.get("stream"):
             raise BadRequestError("stream is not supported: the answer comes whole. Send the request without it")
-        generated = await while_connected(request.receive, service.controller.generate(asked))
+        generated = await while_connected(service.controller.generate(asked))
         await service.fair_queue.wait()  # a whole batch may end at once
         return JSONResponse(generated)
 

@@ -45,13 +45,13 @@ def router(models: Models) -> APIRouter:
     @reads_only
     async def operations(controller: ControllerOf) -> JSONResponse:
         """All remembered operations, newest first."""
-        return JSONResponse({"operations": [controller.describe(each) for each in controller.recent()]})
+        return JSONResponse({"operations": [controller.describe(each) for each in controller.operations.recent()]})
 
     @routes.get("/operations/{operation_id}", response_model=models.operation, responses=_MISSING)
     @reads_only
     async def operation(controller: ControllerOf, operation_id: str) -> JSONResponse:
         """One operation, in any status."""
-        return JSONResponse(controller.describe(controller.find(operation_id)))
+        return JSONResponse(controller.describe(controller.operations.find(operation_id)))
 
     @routes.delete("/operations/{operation_id}", response_model=models.operation, responses=_TOO_LATE)
     async def cancel(request: Request, controller: ControllerOf, operation_id: str) -> JSONResponse:
@@ -62,7 +62,7 @@ def router(models: Models) -> APIRouter:
         return await give_up(request, controller, operation_id, force=False)
 
     async def give_up(request: Request, controller: Controller[Any], operation_id: str, *, force: bool) -> JSONResponse:
-        found = controller.find(operation_id)
+        found = controller.operations.find(operation_id)
         await controller.cancel(found, caller(request), key_of(request), force=force)
         return JSONResponse(controller.describe(found))
 
@@ -74,7 +74,7 @@ def router(models: Models) -> APIRouter:
     )
     async def commit(request: Request, service: ServiceOf, operation_id: str, _fields: _NoFields) -> JSONResponse:
         """Do what was prepared, and answer as the release or the resume. Idempotent."""
-        return await service.commit(request, service.controller.find(operation_id))
+        return await service.commit(request, service.controller.operations.find(operation_id))
 
     @routes.post(
         "/operations/{operation_id}/abort",
@@ -97,7 +97,7 @@ def router(models: Models) -> APIRouter:
         ``stalled`` if a phase makes none. Of a fleet: ``phase`` when a stage begins, ``engine`` when one engine's stage
         changes. Finally ``done``.
         """
-        return event_stream(_events(controller, controller.find(operation_id)))
+        return event_stream(_events(controller, controller.operations.find(operation_id)))
 
     return routes
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from memsaver_core.contract.errors import BadRequestError, NotFoundError
 from memsaver_server.controller import Models
 from memsaver_server.fleet.controller import FleetController
-from memsaver_server.fleet.turns.errors import UnknownModelError
+from memsaver_server.fleet.turns.turns import UnknownModelError
 from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import REFUSED, body_of, failures, guard, json_of, query_of
 from memsaver_server.http.service import controller_of

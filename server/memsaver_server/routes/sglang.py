@@ -54,7 +54,7 @@ def router(models: Models) -> APIRouter:
         commit = getattr(fields, "commit", None)
         if commit is None:
             return await service.answer(request, plain(fields, models.asked(verb)))
-        operation = service.controller.find(commit)
+        operation = service.controller.operations.find(commit)
         found = operation.request.operation
         if found != verb:
             raise BadRequestError(f"operation {commit} is a {found}; commit it by POST /{found}_memory_occupation")

@@ -49,11 +49,11 @@ def router(models: Models) -> APIRouter:
     @routes.post("/update_weights_from_disk", response_model=models.message, openapi_extra=takes(disk))
     async def update_weights_from_disk(controller: ControllerOf, fields: Any = by_disk) -> JSONResponse:
         """Overwrite the weights with those of a checkpoint folder that the engine can read."""
-        return response_of(await controller.update_from_disk(fields, plain(fields, UpdateFromDisk)))
+        return response_of(await controller.update(fields, plain(fields, UpdateFromDisk), "disk"))
 
     @routes.post("/update_weights_from_tensor", response_model=models.message, openapi_extra=takes(tensors))
     async def update_weights_from_tensor(controller: ControllerOf, fields: Any = by_tensors) -> JSONResponse:
         """Overwrite some weights with those in the body."""
-        return response_of(await controller.update_from_tensor(fields, plain(fields, UpdateFromTensor)))
+        return response_of(await controller.update(fields, plain(fields, UpdateFromTensor), "tensor"))
 
     return routes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -16,9 +16,9 @@ from memsaver_core.contract.errors import AdmissionClosedError, BadRequestError,
 from memsaver_server.client.requests import read_json
 from memsaver_server.fleet.answers import UnreadableError, content_of
 from memsaver_server.fleet.connection import key_advice
-from memsaver_server.fleet.turns.errors import NoTurnError
+from memsaver_server.fleet.observer import Observer
 from memsaver_server.fleet.turns.slot import Slot
-from memsaver_server.fleet.turns.turns import Mover, Turns
+from memsaver_server.fleet.turns.turns import NoTurnError, Turns
 from memsaver_server.fleet.turns.upstream import Headers, Upstreams, answer_headers, request_headers
 from memsaver_server.operation.departure import ClientGoneError, while_connected
 
@@ -33,18 +33,17 @@ class BadGatewayError(MemsaverError, kind="bad_gateway", status=502):
 
 
 class Proxy:
-    """Sends requests to engines; ``keys`` has their keys, by name."""
+    """Sends requests to engines."""
 
-    def __init__(self, turns: Turns, mover: Mover, upstreams: Upstreams, keys: Mapping[str, str | None]) -> None:
+    def __init__(self, turns: Turns, observer: Observer, upstreams: Upstreams) -> None:
         self._turns = turns
-        self._mover = mover
+        self._observer = observer
         self._upstreams = upstreams
-        self._keys = keys
 
     async def forward(self, request: Request, model: str, body: bytes) -> Response:
         """Return the answer of an engine of ``model``. Raises as Turns.enter, or BadGatewayError if the engine does not
         answer, which may have begun to, or BadRequestError, or ClientGoneError."""
-        return await while_connected(request.receive, self._forward(request, model, body))
+        return await while_connected(self._forward(request, model, body))
 
     async def _forward(self, request: Request, model: str, body: bytes) -> Response:
         path = _path(request)
@@ -75,13 +74,13 @@ class Proxy:
                 response.raw_headers = headers
                 return response
             # It was released, but not by the coordinator. Nothing was generated, so the request may be sent again.
-            await self._mover.look([slot.name])
+            await self._observer.look([slot.name])
         raise NoTurnError(f"{slot.name} says that it is ready, but refuses requests")
 
     async def _send(
         self, request: Request, path: bytes, slot: Slot, body: bytes, leave: Callable[[], None]
     ) -> httpx.Response:
-        upstream = await self._upstreams.to(slot.url, self._keys.get(slot.name))
+        upstream = await self._upstreams.to(slot.url, self._observer.keys.get(slot.name))
         try:
             return await upstream.send(request.method, path, request_headers(request.headers.raw), body)
         except httpx.TransportError as error:
@@ -131,7 +130,7 @@ class Relayed(Response):
         try:
             # An answer that breaks off ends the client's connection, by which it learns of it.
             with suppress(ClientGoneError, TimeoutError, httpx.TransportError):
-                await while_connected(receive, self._relay(send))
+                await while_connected(self._relay(send), receive=receive)
         finally:
             # Before it has ended, this closes the connection, by which the engine learns of it.
             await self._upstream.aclose()

@@ -12,15 +12,16 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import field
 from typing import Any, Protocol
 
-from memsaver_core.contract.errors import FleetUnknownError, NotFoundError
+from memsaver_core.contract.errors import FleetUnknownError, MemsaverError, NotFoundError
 from memsaver_core.contract.requests import Verb
 from memsaver_server import clock
+from memsaver_server.fleet.observer import Observer
 from memsaver_server.fleet.results import FleetError, FleetResult, FleetStatus
-from memsaver_server.fleet.turns.errors import NoTurnError, QueueFullError, UnknownModelError
 from memsaver_server.fleet.turns.options import TurnOptions
 from memsaver_server.fleet.turns.slot import Slot, victims
 
@@ -34,13 +35,33 @@ SHORT_S = 2.0
 RETRY_S = 1.0
 
 
-class Mover(Protocol):
-    """Moves the memory of engines, and reads their states afterwards."""
+class UnknownModelError(MemsaverError, kind="model_not_found", status=404):
+    """No engine of the fleet serves the model."""
 
-    async def move(self, verb: Verb, names: Sequence[str], **options: Any) -> FleetResult: ...
+    @classmethod
+    def of(cls, model: str, models: Iterable[str]) -> UnknownModelError:
+        known = ", ".join(sorted(map(repr, models))) or "none"
+        return cls(f"no engine of the fleet serves {model!r}; the models are {known}")
 
-    async def look(self, names: Sequence[str]) -> None:
-        """Have ``Turns.update`` called with a status in which these engines were asked after this call."""
+
+class NoTurnError(MemsaverError, kind="no_turn", status=503):
+    """The model cannot serve now; the message says why. A repeat may be served after ``retry_s``."""
+
+    retry_s: int = field(default=1, metadata={"answered": False})
+
+    def __post_init__(self, message: str) -> None:
+        super().__post_init__(message)
+        self.retry_after_s = self.retry_s  # type: ignore[misc]  # of this one error
+
+
+class QueueFullError(NoTurnError, kind="queue_full"):
+    """Too many requests wait for the model already."""
+
+
+class Move(Protocol):
+    """Moves the memory of engines."""
+
+    async def __call__(self, verb: Verb, names: Sequence[str], **options: Any) -> FleetResult: ...
 
 
 class Line:
@@ -72,17 +93,19 @@ class Line:
 
     def serve(self, slot: Slot) -> None:
         """Let all requests go to ``slot``."""
-        while self._waiting:
-            _, turn = self._waiting.popleft()
-            if not turn.done():
-                slot.in_flight += 1
-                turn.set_result(slot)
+        for turn in self._emptied():
+            slot.in_flight += 1
+            turn.set_result(slot)
 
     def fail(self, error: Exception) -> None:
+        for turn in self._emptied():
+            turn.set_exception(error)
+
+    def _emptied(self) -> Iterator[asyncio.Future[Slot]]:
         while self._waiting:
             _, turn = self._waiting.popleft()
             if not turn.done():
-                turn.set_exception(error)
+                yield turn
 
     def _leave(self, entry: tuple[float, asyncio.Future[Slot]]) -> None:
         if entry in self._waiting:
@@ -92,9 +115,11 @@ class Line:
 class Turns:
     """The turns of all models of a fleet. Use it in one event loop."""
 
-    def __init__(self, options: TurnOptions, mover: Mover) -> None:
+    def __init__(self, options: TurnOptions, observer: Observer, move: Move) -> None:
         self.options = options
-        self._mover = mover
+        self._observer = observer
+        observer.seen = self.update
+        self._move_memory = move
         self._slots: dict[str, Slot] = {}
         self._lines: dict[str, Line] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -145,7 +170,7 @@ class Turns:
     async def _look(self, line: Line, slots: Sequence[Slot], after_s: float = 0.0) -> None:
         """Read the states of a line's engines: which one wakes, and which make room, is decided on current figures."""
         await asyncio.sleep(after_s)
-        look = asyncio.ensure_future(self._mover.look([slot.name for slot in slots]))
+        look = asyncio.ensure_future(self._observer.look([slot.name for slot in slots]))
         await asyncio.wait({look}, timeout=LOOK_S)
         line.looked = True
         self._schedule()
@@ -312,20 +337,20 @@ class Turns:
             logger.error("turns: memory could not be moved: %s", error, exc_info=bug)
             self._fail(slot, NoTurnError(f"memory could not be moved: {error}"))
         finally:
-            await self._mover.look([each.name for each in slots])
+            await self._observer.look([each.name for each in slots])
             for each in slots:
                 each.moving -= 1
                 each.waking = False
             self._schedule()
 
     async def _release(self, making_room: list[Slot]) -> None:
-        result = await self._mover.move("release", [each.name for each in making_room])
+        result = await self._move_memory("release", [each.name for each in making_room])
         if not result.success:  # all are as before; tried again until those who wait give up
             raise NoTurnError(f"no room was made: {result.message}")
 
     async def _resume(self, slot: Slot, making_room: list[Slot]) -> None:
         demands = {"weights_version": slot.weights_version} if slot.weights_version else {}
-        result = await self._mover.move("resume", [slot.name], **demands)
+        result = await self._move_memory("resume", [slot.name], **demands)
         if result.success:
             slot.woken()
             self.wakes[slot.model] = self.wakes.get(slot.model, 0) + 1
@@ -336,7 +361,7 @@ class Turns:
         elif not self._others_left(slot):
             self._fail(slot, error)
             if making_room:
-                undone = await self._mover.move("resume", [each.name for each in making_room])
+                undone = await self._move_memory("resume", [each.name for each in making_room])
                 logger.warning("the engines that made room for %s: %s", slot.name, undone.message)
         raise error
 

@@ -20,11 +20,10 @@ from fastapi import FastAPI, HTTPException, Query
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 
+from memsaver_core.contract.errors import FleetUnknownError
 from memsaver_core.contract.requests import AskedOfFleet, FleetRelease, FleetResume, Selector
 from memsaver_server.fleet.controller import FleetController
-from memsaver_server.fleet.members import MembershipError
 from memsaver_server.fleet.ray.coordinator import coordinator
-from memsaver_server.fleet.record import RecordError
 from memsaver_server.fleet.results import FleetError, FleetResult
 from memsaver_server.http.requests import joined, wrong
 from memsaver_server.routes import vllm
@@ -99,8 +98,8 @@ class AtomicSleepMixin:
             return await answer
         except FleetError as error:
             raise HTTPException(404, str(error.cause)) from None  # type: ignore[attr-defined]
-        except (MembershipError, RecordError) as error:
-            raise HTTPException(503, str(error.cause)) from None  # type: ignore[union-attr]
+        except FleetUnknownError as error:
+            raise HTTPException(503, str(error.cause)) from None  # type: ignore[attr-defined]
 
 
 def _fields(kind: type[Any], body: ModelRequest) -> Any:
