@@ -288,7 +288,7 @@ class FleetController(Controller[FleetOperation]):
         return await self._call(selected, "Content counts as written", "POST", "/content_written", body=body)
 
     async def update(self, selected: Fields, asked: Fields, source: Literal["disk", "tensor"]) -> Answer:
-        """As ``Controller``. Engines of whose weights callers demand a version get no request until that is known anew."""
+        # Engines of whose weights callers demand a version get no request until that is known anew.
         demands = self._observer.status.demands
         demanded = [each.name for each in self._engines_of(selected) if version_for(each, demands)]
         async with self.turns.set_aside(demanded):
