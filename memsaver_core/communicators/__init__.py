@@ -26,8 +26,8 @@ from memsaver_core.communicators.nccl import warn_of_registered_graphs as warn_o
 from memsaver_core.contract.errors import ConfigurationError, MemsaverError, UnsupportedError
 from memsaver_core.contract.policies import COMMUNICATORS, RestorePolicy
 from memsaver_core.contract.status import CommunicatorStatus, TagStatus
-from memsaver_core.peer_buffers import PeerBuffers
 from memsaver_core.rendezvous import started
+from memsaver_core.shared_buffers import PeerBuffers
 
 #: Deadline of a suspend or a resume, seconds. One of 480 MiB takes half a second.
 TIMEOUT_S = 30.0

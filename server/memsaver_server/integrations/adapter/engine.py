@@ -780,10 +780,9 @@ def gather(scheduler: Scheduler, loop: LeadingLoop) -> SchedulerMemory:
     """On the first rank, return the memory of all; raise MemsaverError if one does not ``join`` in ``CONNECT_S``. The
     first rank of each further replica has a second connection, with a number after those of all ranks."""
     ranks, replicas = scheduler.ranks, scheduler.replicas
-    listener: Listener | RemoteListener
     try:
         if scheduler.host:
-            listener = RemoteListener(ranks, scheduler.host, key())
+            listener: Listener = RemoteListener(ranks, scheduler.host, key())
         else:
             listener = Listener(ranks + replicas.count - 1, first=0, folder=replicas.folder)
     except Exception:
