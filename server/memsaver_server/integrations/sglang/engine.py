@@ -24,7 +24,7 @@ from memsaver_server.engine.limited_pages import LimitedPages
 from memsaver_server.engine.tag_selection import released_tags
 from memsaver_server.integrations.adapter import engine as base
 from memsaver_server.integrations.sglang.admission import Admission
-from memsaver_server.integrations.sglang.page_limit import PageLimit, obstacle
+from memsaver_server.integrations.sglang.page_limit import SchedulerPages, obstacle
 from memsaver_server.integrations.sglang.plugin import QUESTION, REPLICAS
 
 #: What a ``Scheduler`` must have: paths of attributes. docs/sglang.md lists the versions that have them.
@@ -82,7 +82,7 @@ class SglangScheduler(base.Scheduler):
         super().__init__(own)
         self._messages = messages()
         self._aside: tuple[list[Any], bool] | None = None  # the requests that waited; whether the engine was paused
-        self._limit: PageLimit | None = None  # once somebody has asked for it
+        self._limit: SchedulerPages | None = None  # once somebody has asked for it
         self.admission = Admission(own, self._messages)
         self._is_first = False
         self._released_tags: set[str] = set()  # SGLang's list, see CLOSED
@@ -321,9 +321,9 @@ class SglangScheduler(base.Scheduler):
         return runners + (getattr(getattr(draft, "draft_worker", None), "draft_runners", None) or [])
 
     def pages(self, name: str, *arguments: Any) -> Any:
-        """Call a method of this rank's ``PageLimit``."""
+        """Call a method of this rank's ``SchedulerPages``."""
         if self._limit is None:
-            self._limit = PageLimit(self.own, self.running, self.pools())
+            self._limit = SchedulerPages(self.own, self.running, self.pools())
         return getattr(self._limit, name)(*arguments)
 
     def back_pages(self, pages: int) -> None:
