@@ -11,10 +11,10 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, wraps
 
 from memsaver_core import process
 from memsaver_core.contract import errors
@@ -42,6 +42,25 @@ _CONSEQUENCES = {
     _State.HIBERNATED: "the process is still hibernated; repeat the call",
     _State.UNKNOWN: "the driver does not say what state the process is in; resume it",
 }
+
+
+_Take = Callable[["Hibernation"], dict[str, float]]
+
+
+def _one_step(take: _Take) -> _Take:
+    """Return ``take`` as a method that excludes other steps, and describes what fails by the state that it has left the
+    process in."""
+
+    @wraps(take)
+    def one_step(self: Hibernation) -> dict[str, float]:
+        self.raise_if_lost()
+        with self._lock:
+            try:
+                return take(self)
+            except (errors.MemsaverError, StepFailedError) as error:
+                raise self._described(error) from None
+
+    return one_step
 
 
 class Hibernation:
@@ -112,6 +131,7 @@ class Hibernation:
         with self._lock:
             self._start_helper()
 
+    @_one_step
     def hibernate(self) -> dict[str, float]:
         """Checkpoint this process's CUDA state; its memory on every device is given back. Returns seconds, by step.
 
@@ -125,16 +145,16 @@ class Hibernation:
             ContextLostError: the driver lost the process; restart it.
             MemsaverError: the helper ended or did not answer in time; ``is_hibernated`` says what became of it.
         """
-        with self._one_step():
-            seconds = self._lock_calls()
-            try:
-                return seconds | self._checkpoint()
-            except (errors.MemsaverError, StepFailedError):
-                if self._state is _State.LOCKED:
-                    with suppress(errors.MemsaverError, StepFailedError):
-                        self._unlock()
-                raise
+        seconds = self._lock_calls()
+        try:
+            return seconds | self._checkpoint()
+        except (errors.MemsaverError, StepFailedError):
+            if self._state is _State.LOCKED:
+                with suppress(errors.MemsaverError, StepFailedError):
+                    self._unlock()
+            raise
 
+    @_one_step
     def wake(self) -> dict[str, float]:
         """Bring the CUDA state back, at the same addresses; return seconds, by step. Does nothing if not hibernated.
 
@@ -144,44 +164,11 @@ class Hibernation:
             ContextLostError: the driver cannot bring the process back; restart it.
             MemsaverError: the helper ended or did not answer in time; repeat the call.
         """
-        with self._one_step():
-            return self._restore() | self._unlock()
-
-    def lock(self) -> dict[str, float]:
-        """Block device calls of this process, after those in flight: the first step of a hibernation. Does nothing in a
-        process past this step. If it fails, device calls go on. Raises as ``hibernate``."""
-        with self._one_step():
-            return self._lock_calls()
-
-    def checkpoint(self) -> dict[str, float]:
-        """Give back all device memory of this process, which is locked: the second step. Does nothing in a process past
-        this step. If it fails, the process has its memory, and is still locked. Raises as ``hibernate``."""
-        with self._one_step():
-            return self._checkpoint()
-
-    def restore(self) -> dict[str, float]:
-        """Take the memory again: the first step of a wake. Does nothing in a process that holds it. Device calls still
-        block. If it fails, the process is still checkpointed. Raises as ``wake``."""
-        with self._one_step():
-            return self._restore()
-
-    def unlock(self) -> dict[str, float]:
-        """Let device calls go on: the second step of a wake, and what undoes ``lock``. Does nothing in a process that
-        runs. If it fails, the process is still locked. Raises as ``wake``."""
-        with self._one_step():
-            return self._unlock()
-
-    @contextmanager
-    def _one_step(self) -> Iterator[None]:
-        """Exclude other steps, and describe what fails inside by the state that it left the process in."""
-        self.raise_if_lost()
-        with self._lock:
-            try:
-                yield
-            except (errors.MemsaverError, StepFailedError) as error:
-                raise self._described(error) from None
+        return self._restore() | self._unlock()
 
     def _lock_calls(self) -> dict[str, float]:
+        """Block device calls of this process, after those in flight: the first step of a hibernation. Does nothing in a
+        process past this step. If it fails, device calls go on. Raises as ``hibernate``."""
         if self.is_away():
             return {}
         if found := self.obstacles():
@@ -195,6 +182,8 @@ class Hibernation:
         return {"lock_seconds": float(seconds)}
 
     def _checkpoint(self) -> dict[str, float]:
+        """Give back all device memory of this process, which is locked: the second step. Does nothing in a process past
+        this step. If it fails, the process has its memory, and is still locked. Raises as ``hibernate``."""
         if self._state is _State.HIBERNATED:
             return {}
         seconds, *held = self._step("checkpoint", *self._devices)
@@ -203,6 +192,8 @@ class Hibernation:
         return {"checkpoint_seconds": float(seconds)}
 
     def _restore(self) -> dict[str, float]:
+        """Take the memory again: the first step of a wake. Does nothing in a process that holds it. Device calls still
+        block. If it fails, the process is still checkpointed. Raises as ``wake``."""
         if self._state in (_State.RUNNING, _State.LOCKED):
             return {}
         [seconds] = self._step("restore", *(word for item in self._held.items() for word in item))
@@ -211,6 +202,8 @@ class Hibernation:
         return {"restore_seconds": float(seconds)}
 
     def _unlock(self) -> dict[str, float]:
+        """Let device calls go on: the second step of a wake, and what undoes ``lock``. Does nothing in a process that
+        runs. If it fails, the process is still locked. Raises as ``wake``."""
         if self._state is _State.RUNNING:
             return {}
         try:
@@ -221,6 +214,8 @@ class Hibernation:
             return {"unlock_repeats": 1.0}  # its repeat worked
         self._state = _State.RUNNING
         return {"unlock_seconds": float(seconds)}
+
+    lock, checkpoint, restore, unlock = map(_one_step, (_lock_calls, _checkpoint, _restore, _unlock))
 
     def _step(self, step: str, *arguments: object) -> list[str]:
         """Have the helper take a step. If that fails, undo what was half done, and note the state that it left."""
