@@ -113,15 +113,13 @@ class Rank:
         raise UnsupportedError(f"this rank does not answer {type(request).__name__}")
 
     def release_own(self, memory: MemoryRequest) -> OperationReport:
+        """Release what this process has of it; the engine is idle. Must touch no device of a hibernated process."""
         tags = _here(memory.tags)
         if memory.tags and not tags:
             return OperationReport(operation="release")
         restore = {tag: memory.restore[tag] for tag in _here(memory.restore)}
-        return self.release(memory.model_copy(update={"tags": tags, "restore": restore}))
-
-    def release(self, memory: MemoryRequest) -> OperationReport:
-        """Release; the engine is idle. Must touch no device if this process is hibernated."""
-        return self.followed(functools.partial(ms.release_with, memory))
+        own = memory.model_copy(update={"tags": tags, "restore": restore})
+        return self.followed(functools.partial(ms.release_with, own))
 
     def resume(self, tagged: Tagged) -> Result:
         """Resume, and do what the engine does at a wake-up."""

@@ -39,11 +39,11 @@ from memsaver_core.contract.errors import (
 )
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import MemoryRequest, Release, Resume, Tagged, Verb
-from memsaver_core.ranks.connection import Listener, SocketChannel, serve
+from memsaver_core.ranks.connection import SocketChannel, serve
 from memsaver_core.ranks.protocol import Answer, Introduce, Plain, Request, Resize
 from memsaver_core.ranks.rank import Rank, Result
 from memsaver_core.ranks.remote import RemoteListener
-from memsaver_core.rendezvous import path_in, settle
+from memsaver_core.rendezvous import Listener, path_in, settle
 from memsaver_server.engine import LOCAL_MEMORY, Engine, Memory, never, waits
 from memsaver_server.integrations.adapter.calls import is_done
 from memsaver_server.ranks import RankMemory
