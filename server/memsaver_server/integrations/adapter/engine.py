@@ -293,14 +293,10 @@ class EventLoop:
             self._arrived = self._done
             self._changed.notify_all()
 
-    def beginning(self, receive: Callable[..., T]) -> Callable[..., T]:
-        """Return a function that calls ``begin``, then the scheduler's ``receive``."""
-
-        def begin(*arguments: Any, **named: Any) -> T:
-            self.begin()
-            return receive(*arguments, **named)
-
-        return begin
+    def beginning(self, receive: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Call ``begin``, then the scheduler's ``receive``; return what that returns."""
+        self.begin()
+        return receive(*arguments, **named)
 
     def process(self, received: Sequence[Any], process: Callable[[list[Any]], T]) -> T:
         """Carry out the commands in what was broadcast; return what ``process`` returns for the other requests."""

@@ -163,11 +163,14 @@ class SglangScheduler(base.Scheduler):
             return process_own(requests)
 
         self._is_first = isinstance(loop, SglangEngine)
-        if not isinstance(loop, base.LeadingLoop) and self._receives:
+        receives = getattr(own.request_receiver, "recv_from_tokenizer", None) is not None
+        if receives and not isinstance(loop, base.LeadingLoop):
             self._receive_by(self.admission.admit)
         dispatch = own._request_dispatcher
         own._request_dispatcher = lambda request: self._answer_state(request) or dispatch(request)
-        own.request_receiver = SimpleNamespace(recv_requests=loop.beginning(own.request_receiver.recv_requests))
+        own.request_receiver = SimpleNamespace(
+            recv_requests=partial(loop.beginning, own.request_receiver.recv_requests)
+        )
         own.process_input_requests = lambda received: loop.process(received or (), process)
         if (updater := getattr(own, "weight_updater", None)) is not None:
             updater.flush_cache = self._flush_after_update
@@ -188,10 +191,6 @@ class SglangScheduler(base.Scheduler):
         if (sleeper := getattr(self.own, "idle_sleeper", None)) is not None and idle.poller is not None:
             sleeper.poller = idle.poller  # so that `wake`, too, ends the sleep of --sleep-on-idle
         return idle
-
-    @property
-    def _receives(self) -> bool:
-        return getattr(self.own.request_receiver, "recv_from_tokenizer", None) is not None
 
     def _receive_by(self, handle: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         """Have SGLang broadcast what ``handle`` returns for what this rank received."""
