@@ -17,7 +17,7 @@ from memsaver_core.contract.status import CommunicatorStatus
 from memsaver_core.device_memory import read_devices
 from memsaver_core.lending import Lending
 from memsaver_core.ranks import protocol
-from memsaver_core.ranks.plans import hold_disk, plan_release, plan_resume
+from memsaver_core.ranks.plans import plan_release, plan_resume
 from memsaver_core.ranks.progress import ProgressRecord
 from memsaver_core.ranks.protocol import ANSWERS, REQUESTS, Answer, Failure, Introduction, Plain, Plan
 
@@ -85,7 +85,7 @@ class Rank:
                 tags = _here(memory.tags)
                 return self.resume(Tagged(tags=tags)) if tags or not memory.tags else _NOTHING_RESUMED
             case protocol.Reserve("release", memory):
-                hold_disk(memory)
+                plan_release(memory, hold=True)
                 return OperationReport(operation="release")
             case protocol.Reserve("resume", memory):
                 tags = _here(memory.tags)
