@@ -94,19 +94,16 @@ class Lending:
             if commit and self._kept is not None:
                 self._kept.commit()
         finally:
-            self._take_back()
-
-    def _take_back(self) -> None:
-        storages = [lent for lent, _ in self._lent.values()]
-        back = {number: device for number, (_, device) in self._lent.items()}
-        for tensors in sharing(storages):  # the loader may have made more of them
-            rebase(tensors, back)
-        for tensor, before in self._places:
-            if tensor.untyped_storage()._cdata != before.storage._cdata:
-                place(tensor, before)
-        _lent.discard(self._tag)
-        self._kept = None
-        self._lent, self._memory, self._places = {}, {}, []
+            storages = [lent for lent, _ in self._lent.values()]
+            back = {number: device for number, (_, device) in self._lent.items()}
+            for tensors in sharing(storages):  # the loader may have made more of them
+                rebase(tensors, back)
+            for tensor, before in self._places:
+                if tensor.untyped_storage()._cdata != before.storage._cdata:
+                    place(tensor, before)
+            _lent.discard(self._tag)
+            self._kept = None
+            self._lent, self._memory, self._places = {}, {}, []
 
     def has_lent(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._lent

@@ -9,10 +9,10 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from memsaver_core.contract.errors import MemsaverError
 
@@ -47,42 +47,40 @@ class Listener:
         os.chmod(self.path, 0o600)
         self._socket.listen()
 
-    def accept(self, timeout_s: float) -> list[socket.socket]:
+    def accept(self, timeout_s: float) -> list[Any]:
         """Return the connections in the order of the ranks, once all are there; removes the socket. Raises
         MemsaverError if some rank did not connect in time."""
         deadline = time.monotonic() + timeout_s
-        connections: dict[int, socket.socket] = {}
+        connections: dict[int, Any] = {}
         expected = range(self._first, self.ranks)
         try:
             while missing := [rank for rank in expected if rank not in connections]:
                 self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-                try:
-                    connection, _ = self._socket.accept()
-                    connection.settimeout(max(0.001, deadline - time.monotonic()))
-                    # Unbuffered: what follows the number is not of this conversation.
-                    with connection.makefile("rb", buffering=0) as said:
-                        number = said.readline()
-                    if not number.endswith(b"\n"):
-                        raise MemsaverError("a rank closed its connection before it said its number; see its log")
-                    connections[int(number)] = connection
-                except TimeoutError:
-                    for connection in connections.values():
-                        connection.close()
-                    raise not_connected(missing, timeout_s) from None
+                connection, peer = self._socket.accept()
+                connections |= self._known(connection, peer, missing, deadline)
+        except TimeoutError:
+            for connection in connections.values():
+                connection.close()
+            late = ", ".join(map(str, missing))
+            raise MemsaverError(f"rank {late} did not connect in {timeout_s:g} s; see its log") from None
         finally:
             self.close()
-        for connection in connections.values():
-            connection.settimeout(None)
         return [connections[rank] for rank in expected]
+
+    def _known(self, connection: socket.socket, peer: Any, missing: Collection[int], deadline: float) -> dict[int, Any]:
+        """Return ``connection`` by its rank, one of those ``missing``; nothing if it is refused."""
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        # Unbuffered: what follows the number is not of this conversation.
+        with connection.makefile("rb", buffering=0) as said:
+            number = said.readline()
+        if not number.endswith(b"\n"):
+            raise MemsaverError("a rank closed its connection before it said its number; see its log")
+        connection.settimeout(None)
+        return {int(number): connection}
 
     def close(self) -> None:
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def not_connected(ranks: Iterable[int], timeout_s: float) -> MemsaverError:
-    """Return the error that says that ``ranks`` did not connect to a listener in time."""
-    return MemsaverError(f"rank {', '.join(map(str, ranks))} did not connect in {timeout_s:g} s; see its log")
 
 
 def connect(path: str, rank: int, wait_s: float = 0) -> socket.socket:

@@ -4,17 +4,122 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import os
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.nn.modules import module
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from memsaver_core import _native
-from memsaver_core.backends.base import Backend
-from memsaver_core.backends.host_region import HostRegion
+from memsaver_core.backends.base import Backend, Stack
 from memsaver_core.contract.status import DeviceMemory
+from memsaver_core.storages import is_plain, rebase
+
+# Operators whose result has undefined content: nothing to copy.
+_UNDEFINED = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+
+
+class HostRegion(TorchDispatchMode):
+    """Moves what is allocated inside to the arena of these arguments. torch's dispatcher calls this mode for each
+    operator in the thread that entered it. Parameters and buffers that reach a module without it, from a file or other
+    threads, are noted by torch's registration hooks, and move when the region ends."""
+
+    def __init__(
+        self, saver: _native.Saver, stack: Stack, device: int, tag: str, restore: str, chunk_bytes: int
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._saver = saver
+        self._stack = stack
+        self._arena = (device, tag, restore)
+        self._chunk_bytes = chunk_bytes
+        self._filled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules that got a tensor inside
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> HostRegion:
+        self._hooks = [
+            module.register_module_parameter_registration_hook(self._note),
+            module.register_module_buffer_registration_hook(self._note),
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._stack.entered.append(self)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.entered.pop()
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+        if exception[0] is None:
+            self._sweep()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self._stack.entered[-1] is not self:  # only the innermost region moves
+            return func(*args, **kwargs)
+        # torch.tensor() fills a tensor without the dispatcher, and passes it to lift_fresh.
+        lifted = func is torch.ops.aten.lift_fresh.default
+        known = set() if lifted else _storages_with_memory((args, kwargs))
+        result = func(*args, **kwargs)
+        fresh = [
+            tensor
+            for tensor in tree_leaves(result)
+            if is_plain(tensor) and tensor.untyped_storage()._cdata not in known and self._is_foreign(tensor)
+        ]
+        if fresh:
+            self._move(fresh, copy=func not in _UNDEFINED)
+        return result
+
+    def _is_foreign(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return storage.device.type == "cpu" and storage.nbytes() > 0 and not self._saver.owns(storage.data_ptr())
+
+    def _move(self, tensors: list[torch.Tensor], *, copy: bool) -> None:
+        storages: dict[int, torch.UntypedStorage] = {}
+        with _disable_current_modes():
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                if storage._cdata in storages:
+                    continue
+                buffer = _native.HostBuffer(self._saver, *self._arena, storage.nbytes(), self._chunk_bytes)
+                moved = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+                if copy:
+                    moved.copy_(storage, non_blocking=False)
+                storages[storage._cdata] = moved
+        rebase(tensors, storages)
+
+    def _note(self, module: torch.nn.Module, name: str, tensor: Any) -> None:
+        self._filled.add(module)
+
+    def _sweep(self) -> None:
+        tensors = {
+            id(tensor): tensor
+            for module in self._filled
+            for tensor in _own_tensors(module)
+            if is_plain(tensor) and self._is_foreign(tensor)
+        }
+        if not tensors:
+            return
+        outside = {
+            tensor.untyped_storage()._cdata
+            for module in _live_modules()
+            if module not in self._filled
+            for tensor in _own_tensors(module)
+            if is_plain(tensor)
+        }
+        fresh = [tensor for tensor in tensors.values() if tensor.untyped_storage()._cdata not in outside]
+        self._move(fresh, copy=True)
 
 
 class HostBackend(Backend):
@@ -62,3 +167,27 @@ def _resident_bytes() -> int | None:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         return None
+
+
+def _storages_with_memory(arguments: Any) -> set[int]:
+    return {
+        tensor.untyped_storage()._cdata
+        for tensor in tree_leaves(arguments)
+        if is_plain(tensor) and tensor.untyped_storage().nbytes() > 0
+    }
+
+
+def _live_modules() -> list[torch.nn.Module]:
+    # By exact type rather than isinstance(): that is fast, and a lazy object's __class__ may run code.
+    types = _subclasses(torch.nn.Module)
+    return [each for each in gc.get_objects() if type(each) in types and hasattr(each, "_buffers")]
+
+
+def _subclasses(base: type) -> set[type]:
+    children: list[type] = type.__subclasses__(base)
+    return {base}.union(*map(_subclasses, children))
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for table in (module._parameters, module._buffers):
+        yield from (tensor for tensor in table.values() if tensor is not None)

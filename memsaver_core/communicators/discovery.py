@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from memsaver_core.communicators import engines
 from memsaver_core.communicators.nccl import Held, Nccl, loaded
 
 #: torch can suspend its communicators by itself if it was built with this version of NCCL or a later one.
 _TORCH_SUSPENDS = (2, 29, 7)
+#: Modules that keep the groups of ranks by name, and the engines' names.
+_ENGINES = {"vllm.distributed.parallel_state": "vllm", "sglang.srt.distributed.parallel_state": "sglang"}
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ def _by_torch(backend: Any, found: Communicator) -> Communicator:
 
 def _of_engines() -> Iterator[Communicator]:
     """Return what the class PyNcclCommunicator, the same in vLLM and SGLang, has made for their groups."""
-    for engine, group in engines.groups():
-        own = engines.part(group, "pynccl_comm")
+    for engine, group in engine_groups():
+        own = part(group, "pynccl_comm")
         if own is None or not own.available or own.world_size < 2:
             continue
         yield Communicator.of(
@@ -105,6 +106,20 @@ def _of_engines() -> Iterator[Communicator]:
             device=own.device.index,
             nccl=Nccl(own.nccl.lib),
         )
+
+
+def engine_groups() -> Iterator[tuple[str, Any]]:
+    """Yield vLLM's and SGLang's groups of ranks, each with its engine's name, in the order of their creation."""
+    for module, engine in _ENGINES.items():
+        for reference in tuple(getattr(sys.modules.get(module), "_groups", {}).values()):
+            if (group := reference()) is not None:
+                yield engine, group
+
+
+def part(group: Any, name: str) -> Any:
+    """Return what ``group`` communicates with under this name, or None. vLLM's groups keep it one object deeper."""
+    found = getattr(group, name, None)
+    return found if found is not None else getattr(getattr(group, "device_communicator", None), name, None)
 
 
 def _name(kind: str, group: str, ranks: Sequence[int]) -> str:

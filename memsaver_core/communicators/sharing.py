@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from memsaver_core import nvml
-from memsaver_core.communicators.engines import groups, part
+from memsaver_core.communicators.discovery import engine_groups, part
 from memsaver_core.shared_buffers import is_imported
 
 #: What a group communicates with, and how to do without it: the attribute that only one which shares memory has.
@@ -62,7 +62,7 @@ def fabric_obstacle(name: str, device: int, uuid: str) -> str:
 
 
 def _of_groups() -> Iterator[str]:
-    for engine, group in groups():
+    for engine, group in engine_groups():
         where = f"of {engine}'s group {group.unique_name}"
         custom = part(group, "ca_comm")
         # Only vLLM's, and SGLang's older one, have addresses; SGLang's newer one is on torch symmetric memory.
@@ -77,7 +77,7 @@ def _of_groups() -> Iterator[str]:
 
 
 def _of_experts() -> Iterator[str]:
-    for engine, group in groups():
+    for engine, group in engine_groups():
         # vLLM's default, which exchanges tokens by NCCL alone, is AgRsAll2AllManager.
         manager = type(part(group, "all2all_manager")).__name__
         if manager not in ("NoneType", "AgRsAll2AllManager"):

@@ -33,9 +33,6 @@ CacheMode = Literal["wait", "preempt"]
 #: ``all``: every selected engine or none; ``best_effort``: what can be done, and the rest is listed.
 FleetMode = Literal["all", "best_effort"]
 
-#: The field with which a caller only asks what an operation would do.
-ASKS_ONLY = "dry_run"
-
 #: How long an operation stays prepared without its commit, if its caller does not say, seconds.
 DEFAULT_LEASE_S = 30.0
 
@@ -120,11 +117,6 @@ class _Operation(Fields):
     run_async: Annotated[bool, Acts("caller", fleet="own")] = Field(
         default=False, alias="async", description="Answer 202 with the operation's address at once."
     )
-
-    @property
-    def asks_only(self) -> bool:
-        """Whether the caller only asks what would happen."""
-        return self.dry_run
 
     def identity(self) -> tuple[Any, ...]:
         """Return what two equal requests have in common; fields that concern one call are not in it."""

@@ -15,9 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from memsaver_core.ranks import remote
 from memsaver_core.ranks.protocol import Plain
 from memsaver_core.ranks.remote import KeyedConnection
-from memsaver_core.rendezvous import Listener as Listener
-from memsaver_core.rendezvous import connect
-from memsaver_core.rendezvous import started as started
+from memsaver_core.rendezvous import connect, started
 
 #: How a rank answers a message; does not raise.
 AnswerMessage = Callable[[Plain], Plain]

@@ -23,16 +23,10 @@ def reserve(request: Tagged) -> None:
     ms.reserve_with(request)
 
 
-def hold_disk(request: MemoryRequest) -> None:
-    """Hold the disk space of the backups until the release, or ``give_back_reserved``. Raises DiskFullError."""
-    tags, status = _look(request.tags)
-    _, file = backup_rooms([planned_release(tag, request) for tag in tags], status)
-    disk.hold(_to_fit(file.needed_bytes, 0))
-
-
 def plan_release(request: MemoryRequest, *, exact: bool = False, hold: bool = False) -> Plan:
-    """Return what a release would do; for ``exact`` see ``Prepare``, for ``hold`` ``hold_disk``. Raises
-    ContextLostError; OutOfHostMemoryError, DiskFullError or UnsupportedError as the release itself would."""
+    """Return what a release would do; for ``exact`` see ``Prepare``. With ``hold``, hold the disk space of the backups
+    until the release, or ``give_back_reserved``. Raises ContextLostError; OutOfHostMemoryError, DiskFullError or
+    UnsupportedError as the release itself would."""
     tags, status = _look(request.tags)
     check_backups(tags, request.restore)
     host, file = backup_rooms([planned_release(tag, request) for tag in tags], status)

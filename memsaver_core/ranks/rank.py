@@ -17,7 +17,7 @@ from memsaver_core.contract.status import CommunicatorStatus
 from memsaver_core.device_memory import read_devices
 from memsaver_core.lending import Lending
 from memsaver_core.ranks import protocol
-from memsaver_core.ranks.plans import hold_disk, plan_release, plan_resume
+from memsaver_core.ranks.plans import plan_release, plan_resume
 from memsaver_core.ranks.progress import ProgressRecord
 from memsaver_core.ranks.protocol import ANSWERS, REQUESTS, Answer, Failure, Introduction, Plain, Plan
 
@@ -85,7 +85,7 @@ class Rank:
                 tags = _here(memory.tags)
                 return self.resume(Tagged(tags=tags)) if tags or not memory.tags else _NOTHING_RESUMED
             case protocol.Reserve("release", memory):
-                hold_disk(memory)
+                plan_release(memory, hold=True)
                 return OperationReport(operation="release")
             case protocol.Reserve("resume", memory):
                 tags = _here(memory.tags)
@@ -113,15 +113,13 @@ class Rank:
         raise UnsupportedError(f"this rank does not answer {type(request).__name__}")
 
     def release_own(self, memory: MemoryRequest) -> OperationReport:
+        """Release what this process has of it; the engine is idle. Must touch no device of a hibernated process."""
         tags = _here(memory.tags)
         if memory.tags and not tags:
             return OperationReport(operation="release")
         restore = {tag: memory.restore[tag] for tag in _here(memory.restore)}
-        return self.release(memory.model_copy(update={"tags": tags, "restore": restore}))
-
-    def release(self, memory: MemoryRequest) -> OperationReport:
-        """Release; the engine is idle. Must touch no device if this process is hibernated."""
-        return self.followed(functools.partial(ms.release_with, memory))
+        own = memory.model_copy(update={"tags": tags, "restore": restore})
+        return self.followed(functools.partial(ms.release_with, own))
 
     def resume(self, tagged: Tagged) -> Result:
         """Resume, and do what the engine does at a wake-up."""

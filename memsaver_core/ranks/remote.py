@@ -11,9 +11,10 @@ import socket
 import struct
 import time
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from memsaver_core.contract.errors import ConfigurationError
-from memsaver_core.rendezvous import not_connected
+from memsaver_core.rendezvous import Listener
 
 logger = logging.getLogger("memsaver")
 
@@ -31,13 +32,12 @@ _PROOF = struct.Struct(f"!{_NONCE}s{_RANK.size}s{_CODE}s")
 _HEAD = struct.Struct(f"!I{_CODE}s")
 
 
-class RemoteListener:
+class RemoteListener(Listener):
     """Takes the connections of all ``ranks`` from other hosts, and from this one, at a free port of ``host``, which is
-    this host. As ``memsaver_core.rendezvous.Listener``; raises ConfigurationError if it cannot listen there."""
+    this host. Raises ConfigurationError if it cannot listen there."""
 
     def __init__(self, ranks: int, host: str, key: bytes) -> None:
-        self._ranks = ranks
-        self._key = key
+        self.ranks, self._first, self._key = ranks, 0, key
         try:
             family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             self._socket = socket.create_server(address[:2], family=family)
@@ -46,24 +46,17 @@ class RemoteListener:
         name, port = self._socket.getsockname()[:2]
         self.path = f"{SCHEME}[{name}]:{port}"
 
-    def accept(self, timeout_s: float) -> list[KeyedConnection]:
-        deadline = time.monotonic() + timeout_s
-        connections: dict[int, KeyedConnection] = {}
-        with self._socket:
-            while missing := [rank for rank in range(self._ranks) if rank not in connections]:
-                self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-                try:
-                    connection, peer = self._socket.accept()
-                except TimeoutError:
-                    for each in connections.values():
-                        each.close()
-                    raise not_connected(missing, timeout_s) from None
-                try:
-                    rank, connections[rank] = _accepted(connection, self._key, missing)
-                except (OSError, ConfigurationError) as error:
-                    connection.close()
-                    logger.warning("refused a connection from %s to the engine's ranks: %s", peer[0], error)
-        return [connections[rank] for rank in range(self._ranks)]
+    def close(self) -> None:
+        self._socket.close()
+
+    def _known(self, connection: socket.socket, peer: Any, missing: Collection[int], deadline: float) -> dict[int, Any]:
+        try:
+            rank, keyed = _accepted(connection, self._key, missing)
+        except (OSError, ConfigurationError) as error:
+            connection.close()
+            logger.warning("refused a connection from %s to the engine's ranks: %s", peer[0], error)
+            return {}
+        return {rank: keyed}
 
 
 class KeyedConnection:

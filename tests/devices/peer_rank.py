@@ -11,7 +11,7 @@ from typing import Any
 
 import memsaver_core as ms
 from memsaver_core import shared_buffers
-from memsaver_core.peer_buffers import PeerBuffers, PeerSockets
+from memsaver_core.shared_buffers import PeerBuffers, PeerSockets
 from tests.devices.sharing_peer import Memory
 from tests.programs import Child
 

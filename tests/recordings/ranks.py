@@ -28,9 +28,10 @@ from memsaver_core.contract.status import (
     TagStatus,
 )
 from memsaver_core.ranks import protocol
-from memsaver_core.ranks.connection import Listener, SocketChannel, serve
+from memsaver_core.ranks.connection import SocketChannel, serve
 from memsaver_core.ranks.protocol import ANSWERS, REQUESTS, Plain
 from memsaver_core.ranks.rank import Rank
+from memsaver_core.rendezvous import Listener
 from memsaver_server.engine.gate import Gate
 from memsaver_server.ranks.memory import RankMemory
 

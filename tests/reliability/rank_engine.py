@@ -11,8 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from memsaver_core.ranks.connection import Listener, SocketChannel
+from memsaver_core.ranks.connection import SocketChannel
 from memsaver_core.ranks.protocol import Plain
+from memsaver_core.rendezvous import Listener
 from tests.native import injection
 from tests.programs import Child
 

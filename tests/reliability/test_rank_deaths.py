@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from memsaver_core.ranks.connection import started
 from memsaver_core.ranks.protocol import Plain
+from memsaver_core.rendezvous import started
 from memsaver_server import attach
 from memsaver_server.engine import AdmissionClosedError
 from memsaver_server.engine.gate import Gate

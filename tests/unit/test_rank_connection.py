@@ -10,7 +10,8 @@ import threading
 import pytest
 
 from memsaver_core.contract.errors import MemsaverError
-from memsaver_core.ranks.connection import Listener, SocketChannel, serve
+from memsaver_core.ranks.connection import SocketChannel, serve
+from memsaver_core.rendezvous import Listener
 
 
 def test_answers_come_in_the_order_of_the_ranks() -> None:

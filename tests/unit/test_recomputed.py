@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memsaver_core.compat.recomputed import KNOWN, Recomputed
+from memsaver_core.compat.page_limit import KNOWN, Recomputed
 
 
 def test_each_computation_after_the_first_counts() -> None:

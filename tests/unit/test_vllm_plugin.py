@@ -37,7 +37,6 @@ from memsaver_core.contract.errors import (
 )
 from memsaver_core.contract.policies import RestorePolicy
 from memsaver_core.contract.requests import MemoryRequest, Tagged
-from memsaver_core.ranks.connection import started
 from memsaver_core.ranks.protocol import (
     ANSWERS,
     REQUESTS,
@@ -51,6 +50,7 @@ from memsaver_core.ranks.protocol import (
     Request,
     TakeOutcome,
 )
+from memsaver_core.rendezvous import started
 from memsaver_server.integrations.vllm.engine import VllmMemory
 from tests.native import injection
 from tests.programs import output_of

@@ -10,8 +10,8 @@ from itertools import chain
 from typing import Any
 
 import memsaver_core as ms
+from memsaver_core.compat.page_limit import PageLimit
 from memsaver_core.compat.patching import Function, wrap
-from memsaver_core.compat.recomputed import Recomputed
 
 #: The ``collective_rpc`` that the engine core answers itself, between two of its steps: ``args`` are the name of a
 #: method of ``BlockLimit`` and its arguments, the answer is ``{"result": ...}`` or ``{"obstacle": why not}``.
@@ -28,61 +28,35 @@ _OF_POOL = (
 )
 
 
-class BlockLimit:
-    """Has the block pool hand out only blocks below a limit. A free block behind it is held: it is not in the pool's
-    queue, no prefix leads to it, and the pool counts one block less. A block that is in use is held once it is free.
-    The first ``kept`` blocks have memory."""
+class BlockLimit(PageLimit):
+    """Of the block pool of an engine core; a page is a block."""
 
     def __init__(self, core: Any) -> None:
         self._scheduler = core.scheduler
         self._pool = core.scheduler.kv_cache_manager.block_pool
         self._held: dict[int, Any] = {}
-        self._recomputed = Recomputed()
-        self._total = self._limit = self._kept = int(self._pool.num_gpu_blocks)
-        cache = core.vllm_config.cache_config
+        total, cache = int(self._pool.num_gpu_blocks), core.vllm_config.cache_config
         # Besides block 0, which no request gets. vLLM has the quotient, of which rounding may have changed a bit.
-        self._least = min(self._total, math.ceil(self._total / cache.kv_cache_max_concurrency - 1e-6) + 1)
-        self._block_tokens = max(1, round(cache.kv_cache_size_tokens / self._total))
+        least = math.ceil(total / cache.kv_cache_max_concurrency - 1e-6) + 1
+        super().__init__(total, least, max(1, round(cache.kv_cache_size_tokens / total)))
         wrap(self._pool, "free_blocks", self._free)
         wrap(self._pool, "get_cached_block", self._find)
         wrap(self._pool, "reset_prefix_cache", self._recomputed.forget)
 
-    def read(self) -> dict[str, int]:
-        """Return the blocks that there are, have memory, are in use, that the longest request needs, up to which all
-        that are in use are, the tokens of one, and how many prefixes were computed again."""
+    def in_use(self) -> tuple[int, int]:
         used = self._total - len(self._held) - self._pool.free_block_queue.num_free_blocks - 1
         of_requests = (self._blocks(name) for name in self._scheduler.requests)
-        last = max((max(blocks, default=0) for blocks in of_requests), default=0)
-        return {
-            "total": self._total,
-            "kept": self._kept,
-            "used": used,
-            "least": self._least,
-            "needed": last + 1,
-            "page_tokens": self._block_tokens,
-            "recomputed": self._recomputed.count,
-        }
+        return used, max((max(blocks, default=0) for blocks in of_requests), default=0) + 1
 
-    def limit(self, blocks: int) -> None:
-        """Hand out only the first ``blocks`` blocks."""
-        self._limit = blocks
+    def limit(self, pages: int) -> None:
+        self._limit = pages
         queue = self._pool.free_block_queue
-        self._hold(block for block in queue.get_all_free_blocks() if block.block_id >= blocks)
-        back = [self._held.pop(number) for number in sorted(self._held) if number < blocks]
+        self._hold(block for block in queue.get_all_free_blocks() if block.block_id >= pages)
+        back = [self._held.pop(number) for number in sorted(self._held) if number < pages]
         queue.prepend_n(back)
         self._pool.num_gpu_blocks += len(back)
 
-    def keep(self, blocks: int) -> None:
-        """Note that only the first ``blocks`` blocks have memory, and hand out these."""
-        self._kept = blocks
-        self.limit(blocks)
-
-    def waiting(self) -> int:
-        """Return how many blocks behind the limit are in use."""
-        return self._total - self._limit - len(self._held)
-
     def late(self) -> list[str]:
-        """Return the names of the requests that use blocks behind the limit."""
         return [name for name in self._scheduler.requests if self._is_late(name)]
 
     def preempt(self) -> None:

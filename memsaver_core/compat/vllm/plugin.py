@@ -25,11 +25,11 @@ from memsaver_core.compat.vllm.asleep import weights_are_released
 from memsaver_core.contract.errors import ConfigurationError, UnsupportedError
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import MemoryRequest, Tagged
-from memsaver_core.peer_buffers import PeerBuffers, PeerSockets
 from memsaver_core.ranks import protocol
 from memsaver_core.ranks.protocol import Failure, Plain
 from memsaver_core.ranks.rank import Rank, Result
 from memsaver_core.resizing import KV_CACHE
+from memsaver_core.shared_buffers import PeerBuffers, PeerSockets
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from memsaver_core.contract.reports import (
     PreparedAnswer,
     ResizedAnswer,
 )
-from memsaver_core.contract.requests import ASKS_ONLY, OperationName
+from memsaver_core.contract.requests import OperationName
 from memsaver_core.contract.status import FleetOccupation, KvCacheAnswer, OccupationAnswer
 from memsaver_server.client.keywords import ReleaseKeywords, ResizeKvCacheKeywords, ResumeKeywords
 from memsaver_server.client.requests import (
@@ -186,7 +186,7 @@ class Calls:
         self, /, operation: OperationName, tags: Iterable[str] | None = None, **options: Any
     ) -> PlanAnswer | FleetPlanAnswer:
         """Return what an operation with these arguments would do, at an engine or a coordinator."""
-        response = await self._send(operation_call(operation, tags, options, ASKS_ONLY))
+        response = await self._send(operation_call(operation, tags, options, "dry_run"))
         model: type[PlanAnswer | FleetPlanAnswer] = FleetPlanAnswer if _is_of_fleet(response) else PlanAnswer
         return parse(model, response)
 

@@ -51,7 +51,7 @@ class Service:
 
     async def answer(self, request: Request, asked: Asked) -> JSONResponse:
         """Return the response to an operation: planned, in the background, prepared, or done; raises as ``operate``."""
-        if asked.asks_only:
+        if asked.dry_run:
             return response_of(await self.controller.plan(asked))
         operation = await self.operate(request, asked)
         return response_of(accepted(operation) if asked.run_async else self.controller.answer(operation))

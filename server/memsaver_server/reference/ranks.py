@@ -28,9 +28,10 @@ import torch.distributed
 
 from memsaver_core import communicators, hibernation
 from memsaver_core.contract.errors import MemsaverError
-from memsaver_core.ranks.connection import Listener, SocketChannel, serve, started
+from memsaver_core.ranks.connection import SocketChannel, serve
 from memsaver_core.ranks.protocol import Plain
 from memsaver_core.ranks.rank import Rank
+from memsaver_core.rendezvous import Listener, started
 from memsaver_server.ranks import RankMemory
 from memsaver_server.ranks.watch import ProcessWatch, is_stopped
 from memsaver_server.reference.runner import ModelRunner, Options, Row

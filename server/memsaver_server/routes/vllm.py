@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from memsaver_core.contract.errors import BadRequestError
 from memsaver_core.contract.model import Model
-from memsaver_core.contract.requests import ASKS_ONLY, Acts, DrainMode, Fields
+from memsaver_core.contract.requests import Acts, DrainMode, Fields
 from memsaver_server.controller import Answer, Controller, EngineState, Models
 from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, joined, operated, plain, takes, wrong
@@ -24,7 +24,7 @@ from memsaver_server.http.unknown_fields import NamesIgnored
 #: vLLM's tag for scheduling, which a sleep of level 0 stops.
 SCHEDULING = "scheduling"
 #: What a sleep of level 0, which moves no memory, takes.
-_OF_A_PAUSE = frozenset({"level", "mode", "tags", "timeout_s", ASKS_ONLY, "wait", "selector", "model", "options"})
+_OF_A_PAUSE = frozenset({"level", "mode", "tags", "timeout_s", "dry_run", "wait", "selector", "model", "options"})
 
 
 class Sleep(Fields):
@@ -115,7 +115,7 @@ def router(models: Models) -> APIRouter:
             return await service.answer(request, release_of(fields, models))
         if others := sorted(fields.model_fields_set - _OF_A_PAUSE):
             raise BadRequestError(f"a sleep of level 0 moves no memory, so {others[0]!r} has no effect; leave it out")
-        if fields.asks_only:
+        if fields.dry_run:
             await service.controller.rows(fields)
             return response_of(Answer.message("Dry run: scheduling would be paused; memory stays."))
         return response_of(await service.controller.pause(fields, fields.mode, fields.timeout_s, asleep=True))
@@ -126,12 +126,12 @@ def router(models: Models) -> APIRouter:
         controller, fields = service.controller, whole(fields)
         tags = tuple(tag for tag in fields.tags if tag != SCHEDULING)
         if fields.tags and not tags:  # only this tag undoes a sleep of level 0
-            if fields.asks_only:
+            if fields.dry_run:
                 await controller.rows(fields)
                 return response_of(Answer.message("Dry run: scheduling would continue."))
             return response_of(await controller.continue_(fields, scheduling=True))
         resume = plain(fields, models.resume, tags=tags)
-        if resume.asks_only or resume.run_async:
+        if resume.dry_run or resume.run_async:
             return await service.answer(request, resume)
         operation = await service.operate(request, resume)
         if operation.status == "succeeded" and (continued := await controller.continue_(fields)).status != 200:

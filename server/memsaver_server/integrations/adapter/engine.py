@@ -39,11 +39,11 @@ from memsaver_core.contract.errors import (
 )
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import MemoryRequest, Release, Resume, Tagged, Verb
-from memsaver_core.ranks.connection import Listener, SocketChannel, serve
+from memsaver_core.ranks.connection import SocketChannel, serve
 from memsaver_core.ranks.protocol import Answer, Introduce, Plain, Request, Resize
 from memsaver_core.ranks.rank import Rank, Result
 from memsaver_core.ranks.remote import RemoteListener
-from memsaver_core.rendezvous import path_in, settle
+from memsaver_core.rendezvous import Listener, path_in, settle
 from memsaver_server.engine import LOCAL_MEMORY, Engine, Memory, never, waits
 from memsaver_server.integrations.adapter.calls import is_done
 from memsaver_server.ranks import RankMemory
@@ -293,14 +293,10 @@ class EventLoop:
             self._arrived = self._done
             self._changed.notify_all()
 
-    def beginning(self, receive: Callable[..., T]) -> Callable[..., T]:
-        """Return a function that calls ``begin``, then the scheduler's ``receive``."""
-
-        def begin(*arguments: Any, **named: Any) -> T:
-            self.begin()
-            return receive(*arguments, **named)
-
-        return begin
+    def beginning(self, receive: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Call ``begin``, then the scheduler's ``receive``; return what that returns."""
+        self.begin()
+        return receive(*arguments, **named)
 
     def process(self, received: Sequence[Any], process: Callable[[list[Any]], T]) -> T:
         """Carry out the commands in what was broadcast; return what ``process`` returns for the other requests."""
@@ -780,10 +776,9 @@ def gather(scheduler: Scheduler, loop: LeadingLoop) -> SchedulerMemory:
     """On the first rank, return the memory of all; raise MemsaverError if one does not ``join`` in ``CONNECT_S``. The
     first rank of each further replica has a second connection, with a number after those of all ranks."""
     ranks, replicas = scheduler.ranks, scheduler.replicas
-    listener: Listener | RemoteListener
     try:
         if scheduler.host:
-            listener = RemoteListener(ranks, scheduler.host, key())
+            listener: Listener = RemoteListener(ranks, scheduler.host, key())
         else:
             listener = Listener(ranks + replicas.count - 1, first=0, folder=replicas.folder)
     except Exception:

@@ -56,11 +56,6 @@ class Plugin:
         found = importlib.util.find_spec("torch_memory_saver")
         return found is not None and "memsaver_core" in (found.origin or "")
 
-    def where(self) -> str:
-        """Return the address at which to serve; empty for none."""
-        value = os.environ.get(self._variable, "")
-        return "" if value in ("0", "1") else value
-
     def attach(self, scheduler: Any, *, settings: Settings | None = None, **options: Any) -> Attachment:
         """Serve the engine's own ``scheduler`` from a thread of its process; ``settings`` and ``options`` as for
         ``memsaver_server.attach``. Call it before the event loop runs, on the first rank of an engine started with
@@ -78,7 +73,8 @@ class Plugin:
         """Serve the engine's own ``scheduler``, whose event loop runs inside the block. If no address is set, only
         carry out the engine's own memory calls, if it ``saves_memory`` and can be served. Raises ConfigurationError if
         an address is set that cannot be bound, or the scheduler cannot be served there."""
-        where = self.where()
+        value = os.environ.get(self._variable, "")
+        where = "" if value in ("0", "1") else value
         engine: Any = None
         try:
             if where or saves_memory:

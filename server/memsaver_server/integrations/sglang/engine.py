@@ -24,7 +24,7 @@ from memsaver_server.engine.limited_pages import LimitedPages
 from memsaver_server.engine.tag_selection import released_tags
 from memsaver_server.integrations.adapter import engine as base
 from memsaver_server.integrations.sglang.admission import Admission
-from memsaver_server.integrations.sglang.page_limit import PageLimit, obstacle
+from memsaver_server.integrations.sglang.page_limit import SchedulerPages, obstacle
 from memsaver_server.integrations.sglang.plugin import QUESTION, REPLICAS
 
 #: What a ``Scheduler`` must have: paths of attributes. docs/sglang.md lists the versions that have them.
@@ -82,7 +82,7 @@ class SglangScheduler(base.Scheduler):
         super().__init__(own)
         self._messages = messages()
         self._aside: tuple[list[Any], bool] | None = None  # the requests that waited; whether the engine was paused
-        self._limit: PageLimit | None = None  # once somebody has asked for it
+        self._limit: SchedulerPages | None = None  # once somebody has asked for it
         self.admission = Admission(own, self._messages)
         self._is_first = False
         self._released_tags: set[str] = set()  # SGLang's list, see CLOSED
@@ -163,11 +163,14 @@ class SglangScheduler(base.Scheduler):
             return process_own(requests)
 
         self._is_first = isinstance(loop, SglangEngine)
-        if not isinstance(loop, base.LeadingLoop) and self._receives:
+        receives = getattr(own.request_receiver, "recv_from_tokenizer", None) is not None
+        if receives and not isinstance(loop, base.LeadingLoop):
             self._receive_by(self.admission.admit)
         dispatch = own._request_dispatcher
         own._request_dispatcher = lambda request: self._answer_state(request) or dispatch(request)
-        own.request_receiver = SimpleNamespace(recv_requests=loop.beginning(own.request_receiver.recv_requests))
+        own.request_receiver = SimpleNamespace(
+            recv_requests=partial(loop.beginning, own.request_receiver.recv_requests)
+        )
         own.process_input_requests = lambda received: loop.process(received or (), process)
         if (updater := getattr(own, "weight_updater", None)) is not None:
             updater.flush_cache = self._flush_after_update
@@ -188,10 +191,6 @@ class SglangScheduler(base.Scheduler):
         if (sleeper := getattr(self.own, "idle_sleeper", None)) is not None and idle.poller is not None:
             sleeper.poller = idle.poller  # so that `wake`, too, ends the sleep of --sleep-on-idle
         return idle
-
-    @property
-    def _receives(self) -> bool:
-        return getattr(self.own.request_receiver, "recv_from_tokenizer", None) is not None
 
     def _receive_by(self, handle: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         """Have SGLang broadcast what ``handle`` returns for what this rank received."""
@@ -321,9 +320,9 @@ class SglangScheduler(base.Scheduler):
         return runners + (getattr(getattr(draft, "draft_worker", None), "draft_runners", None) or [])
 
     def pages(self, name: str, *arguments: Any) -> Any:
-        """Call a method of this rank's ``PageLimit``."""
+        """Call a method of this rank's ``SchedulerPages``."""
         if self._limit is None:
-            self._limit = PageLimit(self.own, self.running, self.pools())
+            self._limit = SchedulerPages(self.own, self.running, self.pools())
         return getattr(self._limit, name)(*arguments)
 
     def back_pages(self, pages: int) -> None:

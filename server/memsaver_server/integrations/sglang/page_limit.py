@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import memsaver_core as ms
+from memsaver_core.compat.page_limit import PageLimit
 from memsaver_core.compat.patching import Function, wrap
-from memsaver_core.compat.recomputed import Recomputed
 from memsaver_core.resizing import KV_CACHE, behind
 from memsaver_server.integrations.adapter.engine import lacking
 
@@ -30,10 +30,8 @@ NAMES = (
 )  # fmt: skip
 
 
-class PageLimit:
-    """Has the allocator hand out only pages below a limit. A free page behind it is held: the allocator does not have
-    it, no prefix is on it, and SGLang's size is that much less. One that is in use is held once it is free. The first
-    ``kept`` pages have memory. Called in the scheduler's thread, on all ranks in the same iteration unless it reads."""
+class SchedulerPages(PageLimit):
+    """Of the allocator of a ``Scheduler``. Called in its thread, on all ranks in the same iteration unless it reads."""
 
     def __init__(self, own: Any, running: Callable[[], Iterable[Any]], pools: Iterable[Any]) -> None:
         """Of SGLang's ``Scheduler``, where ``running()`` are the requests in the batches in progress and ``pools`` have
@@ -42,54 +40,37 @@ class PageLimit:
         self._running = running
         self._buffers = [each for pool in pools for each in buffers(pool)]
         self._allocator = allocator = own.token_to_kv_pool_allocator
-        self._page_tokens = int(allocator.page_size)
         self._size = int(own.max_total_num_tokens)
-        self._total = int(allocator.size) // self._page_tokens + 1
-        self._limit = self._kept = self._backed = self._total
         self._held: torch.Tensor = allocator.free_pages[:0]
         self._stale = False  # whether the table may lead behind the memory
-        self._recomputed = Recomputed()
         cache = importlib.import_module("sglang.srt.mem_cache.base_prefix_cache")
         self._evict_params = cache.EvictParams
         sizing = importlib.import_module("sglang.srt.mem_cache.allocation_sizing")
+        page_tokens = int(allocator.page_size)
         # Besides what a request may have, SGLang admits it only if a step and a page more are free.
-        longest = own.max_req_len + sizing.get_alloc_reserve_per_decode() + 2 * self._page_tokens
-        self._least = min(self._total, math.ceil(longest / self._page_tokens) + 1)
+        longest = own.max_req_len + sizing.get_alloc_reserve_per_decode() + 2 * page_tokens
+        super().__init__(int(allocator.size) // page_tokens + 1, math.ceil(longest / page_tokens) + 1, page_tokens)
+        self._backed = self._total
         wrap(allocator, "clear", self._clear)
         if not getattr(own.tree_cache, "disable", True):
             wrap(own.tree_cache, "cache_unfinished_req", self._note_computed)
             wrap(own.tree_cache, "reset", self._recomputed.forget)
 
-    def read(self) -> dict[str, int]:
-        """See ``LimitedPages``. Calls no device unless requests run: it may be hibernated."""
+    def in_use(self) -> tuple[int, int]:
         used = self._used()
-        return {
-            "total": self._total,
-            "kept": self._kept,
-            "used": len(used),
-            "least": self._least,
-            "needed": int(used[-1]) + 1 if len(used) else 1,
-            "page_bytes": sum(each.nbytes for each in self._buffers) // self._total,
-            "page_tokens": self._page_tokens,
-            "recomputed": self._recomputed.count,
-        }
+        return len(used), int(used[-1]) + 1 if len(used) else 1
+
+    def read(self) -> dict[str, int]:
+        """See ``PageLimit``. Calls no device unless requests run: it may be hibernated."""
+        return {**super().read(), "page_bytes": sum(each.nbytes for each in self._buffers) // self._total}
 
     def limit(self, pages: int) -> None:
-        """Hand out only the first ``pages`` pages."""
         self._limit = pages
         returns = self._held < pages
         back, self._held = self._held[returns].sort().values, self._held[~returns]
         self._allocator.free_pages = torch.cat((self._allocator.free_pages, back))
         self._note_size()
         self.hold()
-
-    def keep(self, pages: int) -> None:
-        """Note that only the first ``pages`` pages have memory, and hand out these."""
-        self._kept = pages
-        self.limit(pages)
-
-    def waiting(self) -> int:
-        return self._total - self._limit - len(self._held)
 
     def late(self) -> list[str]:
         tables = {request.rid: tokens for request, tokens in self._tables()}

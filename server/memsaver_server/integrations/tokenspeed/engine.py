@@ -82,7 +82,7 @@ class TokenspeedScheduler(base.Scheduler):
             self._stay_frozen()
             return result
 
-        handler.recv_reqs = loop.beginning(handler.recv_reqs)
+        handler.recv_reqs = partial(loop.beginning, handler.recv_reqs)
         handler.process_requests = lambda received: loop.process(received, process_and_refuse)
         if hasattr(self.own, "_paused_idle_step"):  # up to 0.1.0
             self._begin_iteration = self.own._process_new_requests

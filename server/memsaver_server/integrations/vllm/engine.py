@@ -19,8 +19,8 @@ from memsaver_core.compat.vllm.block_limit import CALL as BLOCK_LIMIT
 from memsaver_core.contract import errors
 from memsaver_core.contract.policies import RestorePolicy
 from memsaver_core.contract.requests import DrainMode, MemoryRequest
-from memsaver_core.ranks.connection import started
 from memsaver_core.ranks.protocol import Answer, ExpectRelease, Plain, SleepNow, TakeOutcome
+from memsaver_core.rendezvous import started
 from memsaver_core.resizing import KV_CACHE
 from memsaver_server.engine import never
 from memsaver_server.engine.gate import Gate, InFlightRequest
