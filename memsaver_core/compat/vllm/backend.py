@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from vllm.device_allocator.sleep_mode_backend import CuMemBackend
+from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 import memsaver_core as ms
 from memsaver_core import process
@@ -12,8 +12,8 @@ from memsaver_core.compat.vllm.allocator import WEIGHTS, vllm_allocator
 from memsaver_core.contract.errors import UnsupportedError
 
 
-class MemsaverBackend(CuMemBackend):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Sleeps and wakes up by memsaver's allocator, as vLLM's own backend does wherever that is in vLLM's place."""
+class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """Sleeps and wakes up by memsaver's allocator, which vLLM uses with any backend."""
 
     def suspend(self, level: int = 1) -> None:
         """Release all. Level 1 keeps the weights in host memory, level 2 discards them; both keep graphs and buffers.
@@ -34,9 +34,19 @@ class MemsaverBackend(CuMemBackend):  # type: ignore[misc]  # vLLM is not instal
         finally:
             self._state = "SUSPENDED" if any(tag.released_bytes for tag in ms.status().tags) else "RUNNING"
 
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Release ``tags`` without keeping their content."""
+        vllm_allocator().discard(tags)
+        self._state = "SUSPENDED"
+
     @classmethod
     def is_supported(cls) -> bool:
         return process.backend().has_memory_pools
+
+    @classmethod
+    def preserves_communicators(cls) -> bool:
+        """NCCL's memory stays resident."""
+        return True
 
     @classmethod
     def preserves_compiled_artifacts(cls) -> bool:
@@ -47,3 +57,7 @@ class MemsaverBackend(CuMemBackend):  # type: ignore[misc]  # vLLM is not instal
     def preserves_graphs_with_communicators(cls) -> bool:
         """Return whether NCCL registers no buffers of captured graphs, our default; else their replay would hang."""
         return os.environ.get("NCCL_GRAPH_REGISTER", "0") == "0"
+
+    @classmethod
+    def supports_durable_storage(cls) -> bool:
+        return False

@@ -31,10 +31,6 @@ class CuMemBackend(SleepModeBackend):
 
         get_mem_allocator_instance().wake_up(tags)
 
-    @classmethod
-    def preserves_communicators(cls) -> bool:
-        return True
-
 
 class SleepModeBackendFactory:
     _registry: ClassVar[dict[str, Callable[[], type[SleepModeBackend]]]] = {}
