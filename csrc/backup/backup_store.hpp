@@ -127,7 +127,7 @@ class BackupStore {
         if (!driver_.has_packing(device) && packing_.insert(device).second) packing_wanted_.push_back(device);
       }
     }
-    if (!packing_wanted_.empty()) work_later();
+    if (!packing_wanted_.empty()) background_.request();
   }
   // Applies the retention policy in the background, after the operation that holds the lock.
   void retain() REQUIRES(operation_mutex) {
@@ -138,7 +138,7 @@ class BackupStore {
   // Unpins unused host memory in the background.
   void trim_later() REQUIRES(operation_mutex) {
     trim_wanted_ = true;
-    work_later();
+    background_.request();
   }
   // Does so if it is much, as packed content needs less than was pinned. Only once all content has its backup.
   void trim_excess() REQUIRES(operation_mutex) {
@@ -187,11 +187,6 @@ class BackupStore {
     if (settings.host_backup_limit == 0) settings.host_backup_limit = available_memory_bytes() / 5 * 4;
     return settings;
   }
-  // Lets work() run after the operation of this caller, once more if it is running.
-  void work_later() REQUIRES(operation_mutex) {
-    if (background_.request()) return;
-    warn("no thread can be started to unpin backup memory or to prepare packing; the next operation tries again");
-  }
   // Holds operation_mutex, except while kernels are compiled and memory is given back: that may take long.
   void work() EXCLUDES(operation_mutex, mutex_) {
     bool trim = false;
@@ -227,10 +222,11 @@ class BackupStore {
   std::map<int, std::unique_ptr<HostPool>> pools_ GUARDED_BY(mutex_);      // by NUMA node
   std::map<int, HostPool*> pool_of_ GUARDED_BY(mutex_);                    // by device
   std::map<int, std::unique_ptr<Pipeline>> pipelines_ GUARDED_BY(mutex_);  // by device
-  Background background_{[this] {
-    attempt("work in the background failed, so unused backup memory stays pinned until a later operation",
-            [this] { work(); });
-  }};
+  Background background_{
+      "unpin backup memory or to prepare packing; the next operation tries again", [this] {
+        attempt("work in the background failed, so unused backup memory stays pinned until a later operation",
+                [this] { work(); });
+      }};
 };
 
 }  // namespace memsaver

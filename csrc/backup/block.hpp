@@ -51,6 +51,14 @@ void for_each_piece(const std::vector<Extent>& extents, const std::vector<HostRa
   }
 }
 
+// Copies `extents` of an allocation's content, which lies at `content`, to `ranges` of host memory.
+inline void copy_to_ranges(const void* content, const std::vector<Extent>& extents,
+                           const std::vector<HostRange>& ranges) {
+  for_each_piece(extents, ranges, [&](std::size_t offset, std::uintptr_t memory, std::size_t bytes) {
+    std::memcpy(reinterpret_cast<void*>(memory), static_cast<const char*>(content) + offset, bytes);
+  });
+}
+
 enum class Kept {
   nothing,  // no backup
   zero,     // the content is all zeros
@@ -79,7 +87,6 @@ struct Block {
   [[nodiscard]] std::size_t expected_for(std::size_t content) const {
     return expected_bytes == 0 ? to_pages(content) : std::min(to_pages(expected_bytes), to_pages(content));
   }
-  // Returns what the backup takes.
   [[nodiscard]] std::size_t kept_bytes() const {
     return kept == Kept::host ? sum_of(host) : kept == Kept::file ? file.bytes : 0;
   }

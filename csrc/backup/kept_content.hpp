@@ -31,26 +31,20 @@ class KeptContent {
  public:
   // Appends [begin, end) of a block that is kept in host memory or as zeros, counted from the start of its allocation.
   void add(const Block& block, std::size_t begin, std::size_t end) {
-    if (block.kept == Kept::zero) return append(nullptr, end - begin);
     // The extents lie one after the other; what is between them was dead and reads as zeros.
     std::size_t at = begin;
-    if (block.packed_bytes != 0) {
-      const Extent& extent = block.extents.front();
-      const std::size_t from = std::max(begin, extent.offset);
-      const std::size_t to = std::min(end, extent.offset + extent.bytes);
-      if (from >= to) return append(nullptr, end - begin);
-      append(nullptr, from - begin);
-      pieces_.push_back({nullptr, to - from, &block, from - extent.offset});
-      return append(nullptr, end - to);
-    }
-    for_each_piece(block.extents, block.host, [&](std::size_t offset, std::uintptr_t memory, std::size_t bytes) {
+    const bool packed = block.packed_bytes != 0;
+    const auto add_piece = [&](std::size_t offset, std::uintptr_t memory, std::size_t bytes) {
       const std::size_t from = std::max(begin, offset);
       const std::size_t to = std::min(end, offset + bytes);
       if (from >= to) return;
       append(nullptr, from - at);
-      append(reinterpret_cast<const char*>(memory + (from - offset)), to - from);
+      if (packed) pieces_.push_back({nullptr, to - from, &block, from - offset});
+      if (!packed) append(reinterpret_cast<const char*>(memory + (from - offset)), to - from);
       at = to;
-    });
+    };
+    if (packed) add_piece(block.extents.front().offset, 0, block.extents.front().bytes);
+    if (!packed && block.kept == Kept::host) for_each_piece(block.extents, block.host, add_piece);
     append(nullptr, end - at);
   }
   // Returns its address if it is in one piece and neither packed nor zeros; else null.

@@ -27,14 +27,10 @@ class Packing {
 
   // Returns whether the driver is prepared to pack and unpack. The functions below need that.
   [[nodiscard]] bool ready() {
-    if (!driver_.has_packing(device_)) return false;
-    try {
-      if (!shared_) shared_ = std::make_unique<Registered<Shared>>(driver_);
-      return true;
-    } catch (const Error& error) {
-      unless_lost(error, "content is neither packed nor unpacked on the device this time");
-      return false;
-    }
+    return driver_.has_packing(device_) &&
+           attempt_unless_lost("content is neither packed nor unpacked on the device this time", [this] {
+             if (!shared_) shared_ = std::make_unique<Registered<Shared>>(driver_);
+           });
   }
   [[nodiscard]] bool packs() { return wanted_ && ready(); }
   // Samples content, waits for the samples, and returns how to pack each item. Throws driver errors.
@@ -59,20 +55,16 @@ class Packing {
     if (!more || refused_) return !buffers_.empty();
     for (auto& buffer : buffers_) wait(buffer);
     buffers_.clear();
-    try {
+    refused_ = !attempt_unless_lost("content is not packed on the device this time", [&] {
       const std::size_t granularity = driver_.device_info(device_).granularity;
       const std::size_t bytes = round_up(count * kBufferBytes, granularity);
-      if (bytes > room || !close_memory()) return false;
+      if (bytes > room || !close_memory()) return;
       if (!range_) range_.emplace(driver_, device_, round_up(kBytes, granularity));
       range_->map(bytes, [&] { return driver_.create(device_, bytes); });
-    } catch (const Error& error) {
-      unless_lost(error, "content is not packed on the device this time");
-      static_cast<void>(close_memory());
-      refused_ = true;
-      return false;
-    }
-    borrow(range_->address(), count * kBufferBytes);
-    return true;
+      borrow(range_->address(), count * kBufferBytes);
+    });
+    if (refused_) static_cast<void>(close_memory());
+    return !buffers_.empty();
   }
   // Makes buffers of memory that nothing else uses until close(), as many as it has room for and are needed.
   void borrow(Address address, std::size_t bytes) {
@@ -111,20 +103,11 @@ class Packing {
     ExponentSample samples[kSamples];
   };
 
-  // For handlers: warns of a failure that only costs speed; rethrows a lost context.
-  static void unless_lost(const Error& error, const char* consequence) {
-    if (error.kind == ErrorKind::context_lost) throw;
-    warn(std::string(consequence) + ": " + error.what());
-  }
   // Returns whether all memory is given back.
   [[nodiscard]] bool close_memory() {
-    try {
+    return attempt_unless_lost("memory for packing is given back by the next operation", [this] {
       if (range_) range_->unmap();
-      return true;
-    } catch (const Error& error) {
-      unless_lost(error, "memory for packing is given back by the next operation");
-      return false;
-    }
+    });
   }
 
   Driver& driver_;

@@ -119,14 +119,12 @@ class Pipeline : public PipelineParts {
   const OwnStream kernels{driver, device};  // digests, packing and zero fills
   Packing packing;
 
-  // Prepares digests() at the first call. Returns false if the device cannot digest. Throws as DigestQueue().
-  [[nodiscard]] bool can_digest() {
-    if (!driver.has_digest(device)) return false;
+  // Returns null if the device cannot digest. Throws as DigestQueue().
+  [[nodiscard]] DigestQueue* digests() {
+    if (!driver.has_digest(device)) return nullptr;
     if (!digests_) digests_ = std::make_unique<DigestQueue>(driver, device, key, kernels);
-    return true;
+    return digests_.get();
   }
-  // Only after can_digest() returned true.
-  [[nodiscard]] DigestQueue& digests() { return *digests_; }
 
   enum class Direction { to_host, to_device };
   // Queues copies of extents of the allocation at `base`, which lie one after the other in `memory`. Throws driver

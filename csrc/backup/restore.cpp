@@ -77,12 +77,7 @@ class Unpacking {
       throw damaged_backup(content, "what was kept is not packed content");
     }
     bounce_ = std::make_unique<HostPool::Bounce>(pipeline_.pool, bytes, HostPool::Use::must_pass);
-    std::size_t at = 0;
-    for (const auto& range : bounce_->ranges) {
-      const std::size_t part = std::min(range.bytes, bytes - at);
-      std::memcpy(reinterpret_cast<void*>(range.address), unpacked_.data() + at, part);
-      at += part;
-    }
+    copy_to_ranges(unpacked_.data(), {{0, bytes}}, bounce_->ranges);
     pipeline_.copy(Pipeline::Direction::to_device, content.base, content.block->extents, bounce_->ranges);
     pipeline_.record(pipeline_.copies)->wait();
     bounce_.reset();
@@ -291,7 +286,7 @@ class RestoreTask {
 
   // Content from the file is always checked: that costs little compared with the read.
   bool is_checked(const Block& block) {
-    return verifying_ && block.digest &&
+    return digests_ != nullptr && block.digest &&
            (verify_ == VerifyChoice::full || block.kept == Kept::file || samples_++ % kSampleEvery == 0);
   }
 
@@ -306,15 +301,15 @@ class RestoreTask {
 
   void submit_window() {
     if (window_.jobs().empty()) return;
-    if (pipeline_.digests().full()) check_oldest_window();
+    if (digests_->full()) check_oldest_window();
     pipeline_.record(pipeline_.copies)->hold(pipeline_.kernels);
-    pipeline_.digests().submit(window_.jobs());
+    digests_->submit(window_.jobs());
     window_ = {};
   }
 
   void check_oldest_window() {
     const Stopwatch watch(seconds_.digest);
-    for (const auto& digest : pipeline_.digests().collect()) {
+    for (const auto& digest : digests_->collect()) {
       const ContentBlock& content = blocks_[checked_.front()];
       checked_.pop_front();
       if (digest == content.block->digest) continue;
@@ -324,12 +319,12 @@ class RestoreTask {
 
   void finish() {
     submit_window();
-    while (verifying_ && !pipeline_.digests().empty()) check_oldest_window();
+    while (digests_ != nullptr && !digests_->empty()) check_oldest_window();
     const Stopwatch watch(seconds_.copy);
     wait_for_uploads(0);
     pipeline_.record(pipeline_.copies)->wait();
     const bool any_zero = std::any_of(chunks_.begin(), chunks_.end(), [](const auto& chunk) { return chunk.zero; });
-    if (any_zero || verifying_) pipeline_.record(pipeline_.kernels)->wait();
+    if (any_zero || digests_ != nullptr) pipeline_.record(pipeline_.kernels)->wait();
     for (auto& content : blocks_) content.block->damaged = false;
   }
 
@@ -345,7 +340,7 @@ class RestoreTask {
   std::set<std::size_t> restored_;  // chunks that are restored, or being restored
   std::deque<std::size_t> ahead_;   // chunks without content, if there is packed content
   std::size_t ahead_every_ = 1;     // blocks
-  const bool verifying_ = verify_ != VerifyChoice::off && pipeline_.can_digest();
+  DigestQueue* const digests_ = verify_ != VerifyChoice::off ? pipeline_.digests() : nullptr;
   std::size_t next_block_ = 0;
   std::size_t next_read_ = 0;  // block to look at for the next read from the file
   FileTransfers reads_;        // in the order of the blocks

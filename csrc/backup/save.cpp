@@ -16,7 +16,7 @@ class DigestWindows {
 
   // Adds the seconds spent waiting for digests to `seconds`.
   DigestWindows(Pipeline& pipeline, const std::vector<ContentBlock>& blocks, PipelineSeconds& seconds)
-      : pipeline_(pipeline), blocks_(blocks), seconds_(seconds) {}
+      : blocks_(blocks), seconds_(seconds), digests_(pipeline.digests()) {}
 
   [[nodiscard]] bool empty() const { return submitted_.empty(); }
   // Starts to digest the next window, if there is one: at least one block. Throws driver errors.
@@ -28,7 +28,7 @@ class DigestWindows {
     while (window.end < blocks_.size() && fits(blocks_[window.end])) ++window.end;
     bytes_ = std::min(2 * bytes_, kLargestWindow);
     next_ = window.end;
-    if (digesting_) pipeline_.digests().submit(batch.jobs());
+    if (digests_ != nullptr) digests_->submit(batch.jobs());
     submitted_.push_back(std::move(window));
   }
   // Waits for the oldest window that was submitted, and returns it. Throws driver errors.
@@ -36,9 +36,9 @@ class DigestWindows {
     Window window = std::move(submitted_.front());
     submitted_.pop_front();
     window.digests.resize(window.end - window.begin);
-    if (!digesting_) return window;
+    if (digests_ == nullptr) return window;
     const Stopwatch watch(seconds_.digest);
-    const std::vector<Digest> digests = pipeline_.digests().collect();
+    const std::vector<Digest> digests = digests_->collect();
     window.digests.assign(digests.begin(), digests.end());
     return window;
   }
@@ -48,10 +48,9 @@ class DigestWindows {
   // multiprocessor busy.
   inline static const std::size_t kFirstWindow = 64 * kSizeUnit;
 
-  Pipeline& pipeline_;
   const std::vector<ContentBlock>& blocks_;
   PipelineSeconds& seconds_;
-  const bool digesting_ = pipeline_.can_digest();
+  DigestQueue* const digests_;
   std::size_t next_ = 0;  // block of the next window
   std::size_t bytes_ = kFirstWindow;
   std::deque<Window> submitted_;
@@ -119,34 +118,22 @@ class SharedSave {
  public:
   SharedSave(Pipeline& pipeline, SharedStore& store) : pipeline_(pipeline), store_(store) {}
 
-  // Looks for the content, of `bytes`, of a block without host memory. Returns kept if the block has it now, awaited if
-  // another process is writing it, claimed if the caller is to take() and copy it, no_room if the store is full.
-  [[nodiscard]] SharedStore::Found find(Block& block, const Digest& digest, std::size_t bytes) {
-    using Found = SharedStore::Found;
+  // As SharedStore::find().
+  [[nodiscard]] SharedStore::Found find(Block& block, const Digest& digest) {
     publish_done();
     while (claims_.size() >= kClaims) wait_for_a_copy();
     store_.apply_pending();
-    const SharedStore::Answer answer = store_.find_or_claim(digest, bytes, alone_);
-    if (answer.found == Found::kept || answer.found == Found::claimed) {
-      block.shared = answer.entry;
-      waiting_since_.reset();
-    }
-    if (answer.found == Found::kept) {
-      block.host = store_.memory_of(answer);
-      block.packed_bytes = answer.packed_bytes;
-    }
-    if (answer.found == Found::claimed) claims_.push_back({&block, {}});
-    return answer.found;
+    const SharedStore::Found found = store_.find(block, digest, alone_);
+    if (block.shared) waiting_since_.reset();
+    if (found == SharedStore::Found::claimed) claims_.push_back({&block, {}});
+    return found;
   }
 
-  // Takes memory for a claimed block; `expected` bytes are still to be saved. Returns false, with the claim given up,
-  // if the store does not answer. Throws out_of_host_memory.
+  // As SharedStore::take(); `expected` bytes are still to be saved.
   [[nodiscard]] bool take(Block& block, std::size_t bytes, std::size_t expected) {
-    block.host = store_.take(*block.shared, bytes, expected, pipeline_.pool.numa_node());
-    if (!block.host.empty()) return true;
-    claims_.remove_if([&](const auto& claim) { return claim.block == &block; });
-    store_.give(*std::exchange(block.shared, std::nullopt));
-    return false;
+    const bool taken = store_.take(block, bytes, expected, pipeline_.pool.numa_node());
+    if (!taken) claims_.remove_if([&](const auto& claim) { return claim.block == &block; });
+    return taken;
   }
 
   // Notes that the copy of a claimed block is on the stream of copies.
@@ -169,7 +156,7 @@ class SharedSave {
     while (!claims_.empty()) wait_for_a_copy();
     const auto now = std::chrono::steady_clock::now();
     if (!waiting_since_) waiting_since_ = now;
-    alone_ = now - *waiting_since_ > kOthersTimeout;
+    alone_ = now - *waiting_since_ > SharedStore::kOthersTimeout;
     if (!alone_) store_.wait_for_change(seen);
   }
 
@@ -184,7 +171,6 @@ class SharedSave {
  private:
   // Enough copies of 0.4 ms to keep the link busy while this thread plans and unmaps; others can claim the rest.
   static constexpr std::size_t kClaims = 8;
-  static constexpr std::chrono::seconds kOthersTimeout{1};
 
   struct Claim {
     Block* block;
@@ -393,7 +379,7 @@ class SaveTask {
     if (!shared_ || content.to_file || !changed.digest) return false;
     Block& block = *content.block;
     give_memory(block);
-    const auto found = shared_->find(block, *changed.digest, sum_of(content.live));
+    const auto found = shared_->find(block, *changed.digest);
     if (found == SharedStore::Found::awaited) batch.awaited.push_back(changed);
     if (found == SharedStore::Found::kept) {
       changed.packed_bytes = block.packed_bytes;

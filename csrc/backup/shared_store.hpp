@@ -32,6 +32,7 @@ class SharedStore {
 
   using Kind = SharedLayout::Member::Kind;
   static constexpr std::chrono::milliseconds kPoll{10};
+  static constexpr std::chrono::milliseconds kOthersTimeout{1000};  // for another process that writes the same content
   static constexpr std::chrono::milliseconds kUpkeep{1000};  // how soon the memory of a dead process is given back
 
   // Joins the store of this name, or founds it; the founder's limit holds for all, and 0 founds none. Throws
@@ -39,7 +40,10 @@ class SharedStore {
   // throw runs the destructor.
   SharedStore(Driver& driver, const std::string& name, std::size_t limit_bytes, Kind kind = Kind::engine)
       : SharedStore(driver, name) {
-    Forks::instance().add(this);  // before anything is open that a child would keep
+    {
+      const Lock lock(Forks::instance().mutex);
+      Forks::instance().stores.insert(this);  // before anything is open that a child would keep
+    }
     std::promise<void> joined;
     auto thread = sys::start_thread([this, limit_bytes, kind, &joined] {
       try {
@@ -61,7 +65,10 @@ class SharedStore {
       background_.abandon();
       return;
     }
-    Forks::instance().remove(this);
+    {
+      const Lock lock(Forks::instance().mutex);
+      Forks::instance().stores.erase(this);
+    }
     ending_ = true;
     background_.join();
     still_pinned_.clear();
@@ -123,6 +130,24 @@ class SharedStore {
       make_slab(*slab, numa_node);
     }
   }
+  // Looks for the content of a block without host memory, as find_or_claim(). The block has what is kept; the caller is
+  // to take(), to write and to publish() what is claimed. Throws out_of_host_memory.
+  [[nodiscard]] Found find(Block& block, const Digest& digest, bool alone = false) {
+    const Answer answer = find_or_claim(digest, block.content_bytes(), alone);
+    if (answer.found == Found::kept || answer.found == Found::claimed) block.shared = answer.entry;
+    if (answer.found == Found::kept) {
+      block.host = memory_of(answer);
+      block.packed_bytes = answer.packed_bytes;
+    }
+    return answer.found;
+  }
+  // Takes memory for a block that is claimed. Returns false, with the claim given up, if the index is not free. Throws
+  // as the other take().
+  [[nodiscard]] bool take(Block& block, std::size_t bytes, std::size_t expected, int numa_node) {
+    block.host = take(*block.shared, bytes, expected, numa_node);
+    if (block.host.empty()) give(*std::exchange(block.shared, std::nullopt));
+    return !block.host.empty();
+  }
   // Lets other processes find what was claimed: its content is written.
   void publish(std::uint32_t entry, std::size_t packed_bytes = 0) {
     add_pending([=]() REQUIRES(index_->mutex) { index_->publish(entry, packed_bytes); });
@@ -133,13 +158,9 @@ class SharedStore {
   // Publishes a text that was claimed by its name: find_or_claim() without content bytes. Throws as take(), or
   // out_of_host_memory if the index is not free.
   void publish_text(std::uint32_t entry, const std::string& text) {
-    std::size_t at = 0;
-    for (const HostRange& range : take(entry, text.size(), text.size(), -1)) {
-      const std::size_t part = std::min(range.bytes, text.size() - at);
-      std::memcpy(reinterpret_cast<void*>(range.address), text.data() + at, part);
-      at += part;
-    }
-    if (at < text.size()) throw Error(ErrorKind::out_of_host_memory, "the index of the shared store is not free");
+    const std::vector<HostRange> memory = take(entry, text.size(), text.size(), -1);
+    if (memory.empty()) throw Error(ErrorKind::out_of_host_memory, "the index of the shared store is not free");
+    copy_to_ranges(text.data(), {{0, text.size()}}, memory);
     publish(entry);
   }
   // A text, and the entries of the content that it names: a word, another one and the number of blocks, then the lanes
@@ -225,13 +246,13 @@ class SharedStore {
   // Makes and pins memory in the background for `bytes` beyond what this process uses, as far as others leave some.
   void prepare_beyond(std::size_t bytes) {
     target_ = bytes + status().held_bytes;
-    work_later();
+    background_.request();
   }
   // Pins what this process uses in the background, and gives back what exceeds that by more than a little.
   void tidy() {
     target_ = 0;
     tidy_wanted_ = true;
-    work_later();
+    background_.request();
   }
   // Waits until nothing is being prepared. Throws what stopped it.
   void wait_until_prepared() { background_.wait(); }
@@ -304,14 +325,6 @@ class SharedStore {
       for (SharedStore* const store : forks.stores) store->abandon();
       forks.stores.clear();  // for children of the child
       forks.mutex.unlock();
-    }
-    void add(SharedStore* store) {
-      const Lock lock(mutex);
-      stores.insert(store);
-    }
-    void remove(SharedStore* store) {
-      const Lock lock(mutex);
-      stores.erase(store);
     }
   };
 
@@ -600,11 +613,6 @@ class SharedStore {
     for (const std::uint32_t slab : slabs) index_->end_freeing(slab);
     index_->mutex.unlock();
   }
-  // Lets work() run in the background, once more if it is running.
-  void work_later() {
-    if (background_.request()) return;
-    warn("no thread can be started to pin memory of the shared store; the next operation does it");
-  }
   void work() {
     if (ending_) return;
     prepare_now();
@@ -664,7 +672,7 @@ class SharedStore {
   Mutex pin_mutex_ ACQUIRED_BEFORE(mutex_);  // held while a slab is registered, and is in slabs_
   std::atomic<std::size_t> target_{0};
   std::atomic<bool> tidy_wanted_{false};
-  Background background_{[this] { work(); }};
+  Background background_{"pin memory of the shared store; the next operation does it", [this] { work(); }};
 };
 
 // Ends a block's use of host memory, of the pool or of the store. Makes no system call.

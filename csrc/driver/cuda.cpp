@@ -133,39 +133,11 @@ class Calls {
   mutable std::string loss_ GUARDED_BY(mutex_);
 };
 
-// Keeps stream captures of other threads valid: a call that cannot be part of a graph, such as registering host memory,
-// invalidates them unless the calling thread has declared itself unrelated.
-class BesideCaptures {
- public:
-  explicit BesideCaptures(const Api& api) : api_(api) { api_.exchange_capture_mode(&mode_); }
-  BesideCaptures(const BesideCaptures&) = delete;
-  ~BesideCaptures() { api_.exchange_capture_mode(&mode_); }
-
- private:
-  const Api& api_;
-  int mode_ = kCaptureModeRelaxed;
-};
-
-// Makes a context current for a scope; the caller's is current again afterwards.
-class CurrentContext {
- public:
-  CurrentContext(const Calls& calls, Context context) : api_(calls.api) { calls(api_.context_push, context); }
-  CurrentContext(const CurrentContext&) = delete;
-  ~CurrentContext() {
-    Context previous = nullptr;
-    api_.context_pop(&previous);
-  }
-
- private:
-  const Api& api_;
-};
-
 // Owns one device's primary context, and what this process keeps in it. Any thread may call any function.
 class CudaDevice {
  public:
   CudaDevice(const Calls& calls, int index) : calls_(calls) { calls_(calls_.api.device_get, &ordinal_, index); }
 
-  [[nodiscard]] const Calls& calls() const { return calls_; }
   [[nodiscard]] Device ordinal() const { return ordinal_; }
   [[nodiscard]] int attribute(int which, int otherwise) const {
     int value = otherwise;
@@ -173,13 +145,40 @@ class CudaDevice {
   }
   // Returns the primary context, retained at the first call.
   [[nodiscard]] Context context() {
-    const Lock lock(mutex_);
-    return retained();
+    const Lock lock(context_mutex_);
+    if (context_ == nullptr) calls_(calls_.api.primary_context_retain, &context_, ordinal_);
+    return context_;
   }
   [[nodiscard]] bool has_context() {
-    const Lock lock(mutex_);
+    const Lock lock(context_mutex_);
     return context_ != nullptr;
   }
+
+  // Makes the device's context current for a scope; the caller's is current again afterwards. Stream captures of other
+  // threads stay valid: a call that cannot be part of a graph, such as registering host memory, invalidates them unless
+  // the calling thread has declared itself unrelated.
+  class InContext {
+   public:
+    explicit InContext(CudaDevice& device) : api_(device.calls_.api) {
+      api_.exchange_capture_mode(&mode_);
+      try {
+        device.calls_(api_.context_push, device.context());
+      } catch (...) {
+        api_.exchange_capture_mode(&mode_);
+        throw;
+      }
+    }
+    InContext(const InContext&) = delete;
+    ~InContext() {
+      Context previous = nullptr;
+      api_.context_pop(&previous);
+      api_.exchange_capture_mode(&mode_);
+    }
+
+   private:
+    const Api& api_;
+    int mode_ = kCaptureModeRelaxed;
+  };
 
   // Returns the properties of memory to create. Throws configuration if the device has no virtual memory management.
   [[nodiscard]] AllocationProperties properties() {
@@ -259,13 +258,8 @@ class CudaDevice {
     [[nodiscard]] bool known() const { return state != State::unknown || !code.empty(); }
   };
 
-  [[nodiscard]] Context retained() REQUIRES(mutex_) {
-    if (context_ == nullptr) calls_(calls_.api.primary_context_retain, &context_, ordinal_);
-    return context_;
-  }
   void load(const KernelSource& source, Kernels& kernels) REQUIRES(mutex_) {
-    const BesideCaptures beside_captures(calls_.api);
-    const CurrentContext current(calls_, retained());
+    const InContext in(*this);
     const std::string code = kernels.code.empty() ? compile(source) : std::move(kernels.code);
     calls_(calls_.api.module_load_data, &kernels.module, code.data());
   }
@@ -277,23 +271,15 @@ class CudaDevice {
 
   const Calls& calls_;
   Device ordinal_ = 0;
-  Mutex mutex_;
-  Context context_ GUARDED_BY(mutex_) = nullptr;
+  Mutex context_mutex_;
+  Context context_ GUARDED_BY(context_mutex_) = nullptr;
+  Mutex mutex_ ACQUIRED_BEFORE(context_mutex_);
   AllocationProperties properties_ GUARDED_BY(mutex_){};
   std::vector<Event> idle_events_ GUARDED_BY(mutex_);
   std::map<const char*, Kernels> kernels_ GUARDED_BY(mutex_);  // by name of the set
 };
 
-// A scope for calls in the context of a device.
-class InContext {
- public:
-  explicit InContext(CudaDevice& device)
-      : beside_captures_(device.calls().api), current_(device.calls(), device.context()) {}
-
- private:
-  const BesideCaptures beside_captures_;
-  const CurrentContext current_;
-};
+using InContext = CudaDevice::InContext;
 
 const Api& require_api() {
   std::string why;
@@ -428,11 +414,8 @@ class CudaDriver final : public Driver {
     if (count == 0) return;
     if (!has_digest(index)) throw Error(ErrorKind::driver, "the digest kernel is not available on this device");
     const InContext in(at(index));
-    DevicePointer device_items = in_device(items);
-    DevicePointer device_results = in_device(results);
-    DigestKey by_value = key;
-    void* arguments[] = {&by_value, &device_items, &device_results};
-    launch(index, kDigestSource, "memsaver_digest", count, kDigestThreads, arguments, stream);
+    launch(index, kDigestSource, "memsaver_digest", count, kDigestThreads, stream, key, in_device(items),
+           in_device(results));
   }
   void prepare_digest(int index) noexcept override { known(index).prepare(kDigestSource); }
   bool has_digest(int index) noexcept override { return known(index).has(kDigestSource, true); }
@@ -440,10 +423,8 @@ class CudaDriver final : public Driver {
   void sample(int index, const PackItem* items, std::size_t count, ExponentSample* samples, Stream stream) override {
     if (count == 0) return;
     const InContext in(at(index));
-    DevicePointer device_items = in_device(items);
-    DevicePointer device_samples = in_device(samples);
-    void* arguments[] = {&device_items, &device_samples};
-    launch(index, kPackingSource, "memsaver_sample", count, kPackingThreads, arguments, stream);
+    launch(index, kPackingSource, "memsaver_sample", count, kPackingThreads, stream, in_device(items),
+           in_device(samples));
   }
   void pack(int index, const PackPlan& plan, const PackItem& content, const PackItem& room, std::uint64_t* packed_bytes,
             Stream stream) override {
@@ -451,14 +432,10 @@ class CudaDriver final : public Driver {
     if (packed_bytes_without_escapes(content.bytes, plan.element_bytes) > room.bytes) return;
     const InContext in(at(index));
     calls_(api_.memset_async, room.address, 0, sizeof(PackedHeader), stream);
-    PackPlan by_value = plan;
-    auto [from, bytes] = content;
-    auto [to, capacity] = room;
-    DevicePointer result = in_device(packed_bytes);
-    void* arguments[] = {&by_value, &from, &bytes, &to, &capacity, &result};
-    const std::size_t blocks = blocks_for(bytes, plan.element_bytes);
-    launch(index, kPackingSource, "memsaver_pack", blocks, kPackingThreads, arguments, stream);
-    launch(index, kPackingSource, "memsaver_pack_finish", 1, 32, arguments, stream);
+    launch(index, kPackingSource, "memsaver_pack", blocks_for(content.bytes, plan.element_bytes), kPackingThreads,
+           stream, plan, content.address, content.bytes, room.address, room.bytes);
+    launch(index, kPackingSource, "memsaver_pack_finish", 1, 32, stream, plan, content.address, content.bytes,
+           room.address, room.bytes, in_device(packed_bytes));
   }
   void unpack(int index, const PackItem& packed, const PackItem& content, std::uint64_t* damaged,
               Stream stream) override {
@@ -467,11 +444,8 @@ class CudaDriver final : public Driver {
       return;
     }
     const InContext in(at(index));
-    auto [from, packed_bytes] = packed;
-    auto [to, bytes] = content;
-    DevicePointer result = in_device(damaged);
-    void* arguments[] = {&from, &packed_bytes, &to, &bytes, &result};
-    launch(index, kPackingSource, "memsaver_unpack", blocks_for(bytes, 2), kPackingThreads, arguments, stream);
+    launch(index, kPackingSource, "memsaver_unpack", blocks_for(content.bytes, 2), kPackingThreads, stream,
+           packed.address, packed.bytes, content.address, content.bytes, in_device(damaged));
   }
   void prepare_packing(int index) noexcept override { known(index).prepare(kPackingSource); }
   bool has_packing(int index) noexcept override { return known(index).has(kPackingSource, false); }
@@ -537,10 +511,13 @@ class CudaDriver final : public Driver {
     const std::size_t per_block = kPackedGroup * kPackingGroups * element_bytes;
     return std::max<std::size_t>(1, (bytes + per_block - 1) / per_block);
   }
+  // Each argument must be of the type of the kernel's parameter.
+  template <typename... Arguments>
   void launch(int index, const KernelSource& source, const char* kernel, std::size_t blocks, unsigned threads,
-              void** arguments, Stream stream) {
+              Stream stream, Arguments... arguments) {
+    void* pointers[] = {&arguments...};
     calls_(api_.launch_kernel, at(index).kernel(source, kernel), static_cast<unsigned>(blocks), 1, 1, threads, 1, 1, 0,
-           stream, arguments, nullptr);
+           stream, pointers, nullptr);
   }
 
   CudaDevice& at(int index) {

@@ -8,6 +8,18 @@
 
 namespace memsaver {
 
+// As attempt(), for what is only slower without it: throws context_lost.
+inline bool attempt_unless_lost(const char* what, const std::function<void()>& call) {
+  try {
+    call();
+    return true;
+  } catch (const Error& error) {
+    if (error.kind == ErrorKind::context_lost) throw;
+    warn(std::string(what) + ": " + error.what());
+    return false;
+  }
+}
+
 // Owns an event after all that a stream holds when this is made.
 class RecordedEvent {
  public:

@@ -20,18 +20,12 @@ std::atomic<const std::set<std::string>*> zeroed{new std::set<std::string>};
 int allocate(void** pointer, size_t bytes, int device, const char* tag, bool cpu_backup, bool disk_backup) {
   Saver* const saver = active_saver();
   if (saver == nullptr) return kMemsaverNotMine;
-  try {
+  const auto failure = call_or_warn(ErrorKind::out_of_device_memory, [&] {
     const Restore restore = restore_for(tag, cpu_backup, disk_backup);
     *pointer = reinterpret_cast<void*>(saver->allocate({device, tag, restore}, bytes));
-    return kSuccess;
-  } catch (const Error& error) {
-    // torch frees its caches and retries.
-    if (error.kind == ErrorKind::out_of_device_memory) return kMemoryAllocation;
-    warn(error.what());
-  } catch (const std::exception& error) {
-    warn(error.what());
-  }
-  return kUnknown;
+  });
+  if (!failure) return kSuccess;
+  return failure == ErrorKind::out_of_device_memory ? kMemoryAllocation : kUnknown;  // torch retries the former
 }
 
 int free(void* pointer) {

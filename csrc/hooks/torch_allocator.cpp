@@ -14,7 +14,8 @@ std::vector<Arena::Key>& regions() REQUIRES(regions_mutex) {
 
 // Returns null on failure: torch frees its caches, retries, raises OutOfMemoryError. Torch holds its allocator's lock.
 void* allocate(int region, ssize_t bytes, int device) noexcept {
-  try {
+  Address address = 0;
+  static_cast<void>(call_or_warn(ErrorKind::out_of_device_memory, [&] {
     Arena::Key key;
     {
       const Lock lock(regions_mutex);
@@ -23,13 +24,9 @@ void* allocate(int region, ssize_t bytes, int device) noexcept {
     key.device = device;
     Saver* const active = active_saver();
     if (active == nullptr) throw Error(ErrorKind::configuration, "memsaver is not set up");
-    return reinterpret_cast<void*>(active->allocate(key, static_cast<std::size_t>(bytes)));
-  } catch (const Error& error) {
-    if (error.kind != ErrorKind::out_of_device_memory) warn(error.what());
-  } catch (const std::exception& error) {
-    warn(error.what());
-  }
-  return nullptr;
+    address = active->allocate(key, static_cast<std::size_t>(bytes));
+  }));
+  return reinterpret_cast<void*>(address);
 }
 
 }  // namespace
@@ -37,17 +34,22 @@ void* allocate(int region, ssize_t bytes, int device) noexcept {
 Saver* active_saver() noexcept { return saver.load(); }
 void set_active_saver(Saver* active) noexcept { saver.store(active); }
 
-bool free_or_warn(Saver& owner, Address address) noexcept {
+std::optional<ErrorKind> call_or_warn(ErrorKind expected, const std::function<void()>& call) noexcept {
   try {
-    owner.free(address);
-    return true;
+    call();
+    return std::nullopt;
   } catch (const Error& error) {
-    if (error.kind == ErrorKind::forked) return true;
-    warn(error.what());
+    if (error.kind != expected) warn(error.what());
+    return error.kind;
   } catch (const std::exception& error) {
     warn(error.what());
+    return ErrorKind::driver;
   }
-  return false;
+}
+
+bool free_or_warn(Saver& owner, Address address) noexcept {
+  const auto failure = call_or_warn(ErrorKind::forked, [&] { owner.free(address); });
+  return !failure || failure == ErrorKind::forked;
 }
 
 int allocator_for(const std::string& tag, Restore restore, std::size_t chunk_bytes) {

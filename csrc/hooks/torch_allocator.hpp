@@ -10,6 +10,10 @@ namespace memsaver {
 [[nodiscard]] Saver* active_saver() noexcept;
 void set_active_saver(Saver* saver) noexcept;
 
+// Makes a call for those that take no exceptions. Returns the kind of its failure, if any; warns unless that is the
+// `expected` one.
+std::optional<ErrorKind> call_or_warn(ErrorKind expected, const std::function<void()>& call) noexcept;
+
 // Frees memory of `owner`; nothing in a forked child, which owns none. On failure it warns and returns false.
 bool free_or_warn(Saver& owner, Address address) noexcept;
 

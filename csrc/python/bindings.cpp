@@ -6,81 +6,77 @@
 #include "vmm/rewrite.hpp"
 #include "vmm/shared_buffer.hpp"
 
+// Reports become dicts of their fields, a range is a pair, a restore policy its name.
+namespace pybind11::detail {
+
+using namespace memsaver;
+
+#define FIELD(name) arg(#name) = value.name
+#define REPORT(Report, ...)                                                                                      \
+  template <>                                                                                                    \
+  struct type_caster<Report> {                                                                                   \
+    static constexpr auto name = const_name("dict[str, typing.Any]");                                            \
+    static handle cast(const Report& value, return_value_policy, handle) { return dict(__VA_ARGS__).release(); } \
+  };
+
+REPORT(PipelineSeconds, arg("host_memory_seconds") = value.host_memory, arg("digest_seconds") = value.digest,
+       arg("copy_seconds") = value.copy, arg("driver_seconds") = value.driver)
+REPORT(SharedStoreStatus, FIELD(name), FIELD(processes), FIELD(held_bytes), FIELD(share_bytes), FIELD(used_bytes),
+       FIELD(total_bytes), FIELD(limit_bytes))
+REPORT(TagOutcome, FIELD(tag), FIELD(restore), FIELD(state), FIELD(bytes), FIELD(released_bytes), FIELD(resumed_bytes),
+       FIELD(backed_up_bytes), FIELD(kept_bytes), FIELD(unchanged_bytes), FIELD(shared_bytes), FIELD(zero_bytes),
+       FIELD(restored_bytes), FIELD(already))
+REPORT(TagSnapshot, FIELD(tag), FIELD(restore), FIELD(state), FIELD(bytes), FIELD(resident_bytes),
+       FIELD(released_bytes), FIELD(shrunk_bytes), FIELD(retained_bytes), FIELD(backed_up_bytes), FIELD(kept_bytes),
+       FIELD(expected_bytes), FIELD(expected_file_bytes), FIELD(allocations), FIELD(chunks), FIELD(mapped_by_device),
+       FIELD(bytes_by_device), FIELD(shrunk_by_device))
+REPORT(OperationResult, FIELD(tags), FIELD(devices), FIELD(seconds), FIELD(work), FIELD(first_memory_seconds))
+REPORT(SaverStatus, FIELD(state), FIELD(failure), FIELD(tags), FIELD(reserved_by_device), FIELD(backup_bytes),
+       FIELD(file_bytes), arg("pool_used_bytes") = value.pool.used_bytes,
+       arg("pool_capacity_bytes") = value.pool.capacity_bytes, arg("pool_target_bytes") = value.pool.target_bytes,
+       arg("pool_limit_bytes") = value.pool.limit_bytes, arg("shared_store") = value.shared, FIELD(prepared),
+       FIELD(operation), FIELD(done_bytes), FIELD(total_bytes), FIELD(copied_bytes), FIELD(operation_seconds))
+REPORT(BackupView, FIELD(tag), FIELD(allocation), FIELD(allocation_bytes), FIELD(released),
+       arg("in_host_memory") = value.kept == Kept::host, arg("on_disk") = value.kept == Kept::file,
+       arg("memory") = reinterpret_cast<Address>(value.memory))
+REPORT(DeviceInfo, FIELD(uuid), FIELD(name), FIELD(total_bytes), FIELD(granularity), FIELD(numa_node), FIELD(rdma))
+REPORT(SharedStore::Text, FIELD(name), arg("pinned") = value.mark == SharedLayout::Entry::pinned, FIELD(unused_ms),
+       FIELD(holders), arg("text") = bytes(value.text), FIELD(bytes), FIELD(complete))
+
+#undef REPORT
+#undef FIELD
+
+template <>
+struct type_caster<RangeSet::Range> {
+  PYBIND11_TYPE_CASTER(RangeSet::Range, const_name("tuple[int, int]"));
+  bool load(handle source, bool convert) {
+    make_caster<std::pair<std::uintptr_t, std::size_t>> pair;
+    if (!pair.load(source, convert)) return false;
+    std::tie(value.begin, value.bytes) = cast_op<std::pair<std::uintptr_t, std::size_t>>(pair);
+    return true;
+  }
+};
+
+template <>
+struct type_caster<Restore> {
+  PYBIND11_TYPE_CASTER(Restore, const_name("str"));
+  bool load(handle source, bool convert) {
+    make_caster<std::string> text;
+    if (!text.load(source, convert)) return false;
+    value = python::parse<Restore>(cast_op<std::string&>(text), "restore policy", {"discard", "zero", "host", "file"});
+    return true;
+  }
+  static handle cast(Restore restore, return_value_policy, handle) { return str(name_of(restore)).release(); }
+};
+
+}  // namespace pybind11::detail
+
 namespace memsaver::python {
 
 namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using Words = std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>;
-
-#define FIELD(name) py::arg(#name) = value.name
-
-py::dict to_dict(const PipelineSeconds& seconds) {
-  return py::dict("host_memory_seconds"_a = seconds.host_memory, "digest_seconds"_a = seconds.digest,
-                  "copy_seconds"_a = seconds.copy, "driver_seconds"_a = seconds.driver);
-}
-
-py::dict to_dict(const SharedStoreStatus& value) {
-  return py::dict(FIELD(name), FIELD(processes), FIELD(held_bytes), FIELD(share_bytes), FIELD(used_bytes),
-                  FIELD(total_bytes), FIELD(limit_bytes));
-}
-
-py::dict to_dict(const TagOutcome& value) {
-  return py::dict(FIELD(tag), FIELD(restore), FIELD(state), FIELD(bytes), FIELD(released_bytes), FIELD(resumed_bytes),
-                  FIELD(backed_up_bytes), FIELD(kept_bytes), FIELD(unchanged_bytes), FIELD(shared_bytes),
-                  FIELD(zero_bytes), FIELD(restored_bytes), FIELD(already));
-}
-
-py::dict to_dict(const TagSnapshot& value) {
-  return py::dict(FIELD(tag), FIELD(restore), FIELD(state), FIELD(bytes), FIELD(resident_bytes), FIELD(released_bytes),
-                  FIELD(shrunk_bytes), FIELD(retained_bytes), FIELD(backed_up_bytes), FIELD(kept_bytes),
-                  FIELD(expected_bytes), FIELD(expected_file_bytes), FIELD(allocations), FIELD(chunks),
-                  FIELD(mapped_by_device), FIELD(bytes_by_device), FIELD(shrunk_by_device));
-}
-
-template <typename Tag>
-py::list to_list(const std::vector<Tag>& tags) {
-  py::list list;
-  for (const auto& tag : tags) list.append(to_dict(tag));
-  return list;
-}
-
-py::dict to_dict(const OperationResult& value) {
-  return py::dict("tags"_a = to_list(value.tags), FIELD(devices), FIELD(seconds), "work"_a = to_dict(value.work),
-                  FIELD(first_memory_seconds));
-}
-
-py::dict to_dict(const SaverStatus& value) {
-  return py::dict(FIELD(state), FIELD(failure), "tags"_a = to_list(value.tags), FIELD(reserved_by_device),
-                  FIELD(backup_bytes), FIELD(file_bytes), "pool_used_bytes"_a = value.pool.used_bytes,
-                  "pool_capacity_bytes"_a = value.pool.capacity_bytes, "pool_target_bytes"_a = value.pool.target_bytes,
-                  "pool_limit_bytes"_a = value.pool.limit_bytes, "shared_store"_a = to_dict(value.shared),
-                  FIELD(prepared), FIELD(operation), FIELD(done_bytes), FIELD(total_bytes), FIELD(copied_bytes),
-                  FIELD(operation_seconds));
-}
-
-py::dict to_dict(const BackupView& value) {
-  return py::dict(FIELD(tag), FIELD(allocation), FIELD(allocation_bytes), FIELD(released),
-                  "in_host_memory"_a = value.kept == Kept::host, "on_disk"_a = value.kept == Kept::file,
-                  "memory"_a = reinterpret_cast<Address>(value.memory));
-}
-
-py::dict to_dict(const DeviceInfo& value) {
-  return py::dict(FIELD(uuid), FIELD(name), FIELD(total_bytes), FIELD(granularity), FIELD(numa_node), FIELD(rdma));
-}
-
-#undef FIELD
-
-// Calls `function` without the GIL, and converts its result with the GIL.
-template <typename Function>
-py::dict dict_of(const Function& function) {
-  decltype(function()) result;
-  {
-    const py::gil_scoped_release no_gil;
-    result = function();
-  }
-  return to_dict(result);
-}
 
 // Sets the Python exception that corresponds to `error`.
 void set_python_error(const Error& error) {
@@ -111,10 +107,6 @@ void set_python_error(const Error& error) {
   }
 }
 
-Restore parse_restore(const std::string& text) {
-  return parse<Restore>(text, "restore policy", {"discard", "zero", "host", "file"});
-}
-
 void bind_constructor(SaverClass& saver, const DriverAdaptor& adapt) {
   saver.def(py::init([adapt](const std::string& driver, const std::vector<std::string>& host_devices,
                              std::size_t host_capacity, std::size_t host_backup_limit, const std::string& file_folder,
@@ -133,76 +125,6 @@ void bind_constructor(SaverClass& saver, const DriverAdaptor& adapt) {
             "pack"_a = true, "shared_backups"_a = "", "peer_access"_a = false);
 }
 
-using Ranges = std::vector<std::pair<Address, std::size_t>>;
-
-std::vector<RangeSet::Range> to_ranges(const Ranges& pairs) {
-  std::vector<RangeSet::Range> ranges;
-  ranges.reserve(pairs.size());
-  for (const auto& [address, bytes] : pairs) ranges.push_back({address, bytes});
-  return ranges;
-}
-
-py::dict release(Saver& saver, const std::vector<std::string>& tags, const Ranges& dead,
-                 const std::map<std::string, std::string>& overrides) {
-  const auto ranges = to_ranges(dead);
-  std::map<std::string, Restore> policies;
-  for (const auto& [tag, restore] : overrides) policies.emplace(tag, parse_restore(restore));
-  return dict_of([&] { return saver.release(tags, ranges, policies); });
-}
-
-void bind_operations(SaverClass& saver) {
-  saver
-      .def(
-          "allocate",
-          [](Saver& self, int device, const std::string& tag, const std::string& restore, std::size_t bytes,
-             std::size_t chunk_bytes) {
-            return self.allocate({device, tag, parse_restore(restore), chunk_bytes}, bytes);
-          },
-          "device"_a, "tag"_a, "restore"_a, "bytes"_a, "chunk_bytes"_a = 0, NoGil())
-      .def("free", &Saver::free, "address"_a, NoGil())
-      .def("release", &release, "tags"_a, "dead"_a, "overrides"_a)
-      .def(
-          "resume",
-          [](Saver& self, const std::vector<std::string>& tags, bool verify_all) {
-            return dict_of([&] { return self.resume(tags, verify_all); });
-          },
-          "tags"_a, "verify_all"_a = false)
-      .def(
-          "save",
-          [](Saver& self, const std::vector<std::string>& tags, const Ranges& dead) {
-            return dict_of([&] { return self.save(tags, to_ranges(dead)); });
-          },
-          "tags"_a, "dead"_a)
-      .def("saved", &Saver::saved, "tag"_a, NoGil())
-      .def_property_readonly("shared_store", &Saver::shared_store, py::return_value_policy::reference_internal)
-      .def(
-          "resize",
-          [](Saver& self, const std::string& tag, const Ranges& unused, double kept) {
-            return dict_of([&] { return self.resize(tag, to_ranges(unused), kept); });
-          },
-          "tag"_a, "unused"_a, "kept"_a)
-      .def("reserve", &Saver::reserve, "tags"_a, NoGil())
-      .def("give_back_reserved", &Saver::give_back_reserved, NoGil())
-      .def("status", [](Saver& self) { return dict_of([&] { return self.status(); }); })
-      .def("prepare_backup", &Saver::prepare_backup, NoGil())
-      .def("wait_until_prepared", &Saver::wait_until_prepared, NoGil())
-      .def(
-          "backup_of",
-          [](Saver& self, Address address, std::size_t bytes, Address to) {
-            return dict_of([&] { return self.backup_of(address, bytes, reinterpret_cast<void*>(to)); });
-          },
-          "address"_a, "bytes"_a, "to"_a)
-      .def("drop_backups", &Saver::drop_backups, "tags"_a, "keep_memory"_a = false, NoGil())
-      .def("trim_backup_memory", &Saver::trim_backup_memory, "at_once"_a = false, NoGil())
-      .def("set_file_folder", &Saver::set_file_folder, "folder"_a, NoGil())
-      .def("synchronize", &Saver::synchronize, NoGil())
-      .def("set_memory_margin", &Saver::set_memory_margin, "bytes"_a)
-      .def("known_tags", &Saver::known_tags, NoGil())
-      .def("devices", &Saver::devices, NoGil())
-      .def("owns", &Saver::owns, "address"_a, NoGil())
-      .def("close", &Saver::close, NoGil());
-}
-
 Words digest(Saver& saver, int device, Address address, std::size_t bytes, const std::array<std::uint64_t, 4>& key) {
   const OwnStream stream(saver.driver(), device);
   DigestQueue queue(saver.driver(), device, {{key[0], key[1], key[2], key[3]}}, stream);
@@ -212,16 +134,47 @@ Words digest(Saver& saver, int device, Address address, std::size_t bytes, const
   return {digest.lane0, digest.lane1, digest.any};
 }
 
-void bind_driver(SaverClass& saver) {
-  saver.def("trim_graph_memory", &Saver::trim_graph_memory, NoGil())
+void bind_functions(SaverClass& saver) {
+  saver
+      .def(
+          "allocate",
+          [](Saver& self, int device, const std::string& tag, Restore restore, std::size_t bytes,
+             std::size_t chunk_bytes) { return self.allocate({device, tag, restore, chunk_bytes}, bytes); },
+          "device"_a, "tag"_a, "restore"_a, "bytes"_a, "chunk_bytes"_a = 0, NoGil())
+      .def("free", &Saver::free, "address"_a, NoGil())
+      .def("release", &Saver::release, "tags"_a, "dead"_a, "overrides"_a, NoGil())
+      .def("resume", &Saver::resume, "tags"_a, "verify_all"_a = false, NoGil())
+      .def("save", &Saver::save, "tags"_a, "dead"_a, NoGil())
+      .def("saved", &Saver::saved, "tag"_a, NoGil())
+      .def_property_readonly("shared_store", &Saver::shared_store, py::return_value_policy::reference_internal)
+      .def("resize", &Saver::resize, "tag"_a, "unused"_a, "kept"_a, NoGil())
+      .def("reserve", &Saver::reserve, "tags"_a, NoGil())
+      .def("give_back_reserved", &Saver::give_back_reserved, NoGil())
+      .def("status", &Saver::status, NoGil())
+      .def("prepare_backup", &Saver::prepare_backup, NoGil())
+      .def("wait_until_prepared", &Saver::wait_until_prepared, NoGil())
+      .def(
+          "backup_of",
+          [](Saver& self, Address address, std::size_t bytes, Address to) {
+            return self.backup_of(address, bytes, reinterpret_cast<void*>(to));
+          },
+          "address"_a, "bytes"_a, "to"_a, NoGil())
+      .def("drop_backups", &Saver::drop_backups, "tags"_a, "keep_memory"_a = false, NoGil())
+      .def("trim_backup_memory", &Saver::trim_backup_memory, "at_once"_a = false, NoGil())
+      .def("set_file_folder", &Saver::set_file_folder, "folder"_a, NoGil())
+      .def("synchronize", &Saver::synchronize, NoGil())
+      .def("set_memory_margin", &Saver::set_memory_margin, "bytes"_a)
+      .def("known_tags", &Saver::known_tags, NoGil())
+      .def("devices", &Saver::devices, NoGil())
+      .def("owns", &Saver::owns, "address"_a, NoGil())
+      .def("close", &Saver::close, NoGil())
+      .def("trim_graph_memory", &Saver::trim_graph_memory, NoGil())
       .def(
           "graph_memory", [](Saver& self, int device) { return self.driver().graph_memory(device); }, "device"_a,
           NoGil())
       .def("accounts", [](Saver& self) { return self.driver().accounts(); })
       .def(
-          "device_info",
-          [](Saver& self, int device) { return dict_of([&] { return self.driver().device_info(device); }); },
-          "device"_a)
+          "device_info", [](Saver& self, int device) { return self.driver().device_info(device); }, "device"_a, NoGil())
       .def(
           "memory_info",
           [](Saver& self, int device) {
@@ -243,22 +196,17 @@ void activate(const std::shared_ptr<Saver>& saver) {
 // one that Saver::adopt() makes.
 class HostBuffer {
  public:
-  HostBuffer(std::shared_ptr<Saver> saver, int device, const std::string& tag, const std::string& restore,
-             std::size_t bytes, std::size_t chunk_bytes, const std::vector<SavedBlock>& blocks)
+  HostBuffer(std::shared_ptr<Saver> saver, int device, const std::string& tag, Restore restore, std::size_t bytes,
+             std::size_t chunk_bytes, const std::vector<SavedBlock>& blocks)
       : saver_(std::move(saver)), bytes_(bytes) {
-    const Arena::Key key{device, tag, parse_restore(restore), chunk_bytes};
+    const Arena::Key key{device, tag, restore, chunk_bytes};
     const py::gil_scoped_release no_gil;
     address_ = blocks.empty() ? saver_->allocate(key, bytes) : saver_->adopt(key, bytes, blocks);
   }
   HostBuffer(const HostBuffer&) = delete;
   ~HostBuffer() {
     const py::gil_scoped_release no_gil;
-    try {
-      saver_->free(address_);
-    } catch (const Error& error) {
-      // A forked child drops its copies of the parent's tensors, which frees nothing.
-      if (error.kind != ErrorKind::forked) PyErr_Clear();
-    }
+    free_or_warn(*saver_, address_);
   }
   [[nodiscard]] py::buffer_info view() const {
     return {reinterpret_cast<void*>(address_), 1, py::format_descriptor<unsigned char>::format(),
@@ -274,7 +222,7 @@ class HostBuffer {
 
 void bind_host_buffer(py::module_& module) {
   py::class_<HostBuffer>(module, "HostBuffer", py::buffer_protocol())
-      .def(py::init<std::shared_ptr<Saver>, int, const std::string&, const std::string&, std::size_t, std::size_t,
+      .def(py::init<std::shared_ptr<Saver>, int, const std::string&, Restore, std::size_t, std::size_t,
                     const std::vector<SavedBlock>&>(),
            "saver"_a, "device"_a, "tag"_a, "restore"_a, "bytes"_a, "chunk_bytes"_a = 0,
            "blocks"_a = std::vector<SavedBlock>())
@@ -287,21 +235,6 @@ void bind_rewrite(py::module_& module) {
   py::class_<Rewrite>(module, "Rewrite", no_gil)
       .def(py::init<Saver&, const std::vector<NewContent>&>(), "saver"_a, "contents"_a, py::keep_alive<1, 2>(), NoGil())
       .def("commit", &Rewrite::commit, NoGil());
-}
-
-py::list texts(SharedStore& store) {
-  std::vector<SharedStore::Text> found;
-  {
-    const py::gil_scoped_release no_gil;
-    found = store.texts();
-  }
-  py::list list;
-  for (const auto& text : found) {
-    list.append(py::dict("name"_a = text.name, "pinned"_a = text.mark == SharedLayout::Entry::pinned,
-                         "unused_ms"_a = text.unused_ms, "holders"_a = text.holders, "text"_a = py::bytes(text.text),
-                         "bytes"_a = text.bytes, "complete"_a = text.complete));
-  }
-  return list;
 }
 
 void bind_shared_store(py::module_& module) {
@@ -329,7 +262,7 @@ void bind_shared_store(py::module_& module) {
           "entry"_a, NoGil())
       .def(
           "wait_for_change", [](SharedStore& self) { self.wait_for_change(self.changes()); }, NoGil())
-      .def("texts", &texts)
+      .def("texts", &SharedStore::texts, NoGil())
       .def(
           "mark_text",
           [](SharedStore& self, const std::string& name, const std::string& mark) {
@@ -337,7 +270,7 @@ void bind_shared_store(py::module_& module) {
                                   parse<SharedLayout::Entry::Mark>(mark, "mark", {"unmarked", "pinned", "dropped"}));
           },
           "name"_a, "mark"_a, NoGil())
-      .def("status", [](SharedStore& self) { return dict_of([&] { return self.status(); }); });
+      .def("status", &SharedStore::status, NoGil());
 }
 
 void bind_shared_buffers(py::module_& module) {
@@ -371,20 +304,10 @@ Words digest_of(const py::buffer& data, const std::array<std::uint64_t, 4>& key,
 
 void bind_hooks(py::module_& module) {
   module.def("activate", &activate, "saver"_a, "Make this the saver that torch's allocations go to.");
-  module.def(
-      "allocator_for",
-      [](const std::string& tag, const std::string& restore, std::size_t chunk_bytes) {
-        return allocator_for(tag, parse_restore(restore), chunk_bytes);
-      },
-      "tag"_a, "restore"_a, "chunk_bytes"_a = 0);
+  module.def("allocator_for", &allocator_for, "tag"_a, "restore"_a, "chunk_bytes"_a = 0);
   module.def("attach_preload_library", &attach_preload_library, "zeroed_tags"_a,
              "Send the preload library's allocations to the active saver; its path, or an empty string.");
-  module.def(
-      "restore_for",
-      [](const std::string& tag, bool cpu_backup, bool disk_backup) {
-        return std::string(name_of(restore_for(tag, cpu_backup, disk_backup)));
-      },
-      "tag"_a, "cpu_backup"_a, "disk_backup"_a);
+  module.def("restore_for", &restore_for, "tag"_a, "cpu_backup"_a, "disk_backup"_a);
 }
 
 void bind_machine(py::module_& module) {
@@ -417,8 +340,7 @@ void bind_all(py::module_& module, const DriverAdaptor& adapt) {
   });
   SaverClass saver(module, "Saver");
   bind_constructor(saver, adapt);
-  bind_operations(saver);
-  bind_driver(saver);
+  bind_functions(saver);
   bind_host_buffer(module);
   bind_rewrite(module);
   bind_shared_buffers(module);

@@ -2,6 +2,7 @@
 
 #include <condition_variable>
 
+#include "support/log.hpp"
 #include "support/mutex.hpp"
 #include "support/system.hpp"
 
@@ -10,20 +11,24 @@ namespace memsaver {
 // Owns a thread that runs some work, once at a time, whenever it is requested. Any thread may call any function.
 class Background {
  public:
-  explicit Background(std::function<void()> work) : work_(std::move(work)) {}
+  // `purpose` follows "no thread can be started to" in a warning.
+  Background(const char* purpose, std::function<void()> work) : purpose_(purpose), work_(std::move(work)) {}
   ~Background() { join(); }
 
-  // Lets the work run once more, from its beginning, after this call. Returns false if no thread can be started for it.
-  [[nodiscard]] bool request() EXCLUDES(mutex_) {
+  // Lets the work run once more, from its beginning, after this call. Warns if no thread can be started for it.
+  void request() EXCLUDES(mutex_) {
     const Lock lock(mutex_);
     requested_ = true;
-    if (running_) return true;
+    if (running_) return;
     if (thread_.joinable()) thread_.join();
     failure_ = nullptr;
     auto thread = sys::start_thread([this] { run(); });
     running_ = requested_ = thread.has_value();
-    if (thread) thread_ = std::move(*thread);
-    return running_;
+    if (thread) {
+      thread_ = std::move(*thread);
+    } else {
+      warn("no thread can be started to " + std::string(purpose_));
+    }
   }
   // Waits until nothing runs or is requested. Throws what the last run threw.
   void wait() EXCLUDES(mutex_) {
@@ -53,6 +58,7 @@ class Background {
     idle_.notify_all();
   }
 
+  const char* const purpose_;
   const std::function<void()> work_;
   Mutex mutex_;
   std::condition_variable_any idle_;

@@ -16,23 +16,19 @@ const std::size_t kFirstMemory = 64 * kSizeUnit;
 // Returns the parts of a block that hold content: all but `dead`, which is in address order. `base` is the address of
 // its allocation.
 std::vector<Extent> live_extents(Address base, const Block& block, const std::vector<RangeSet::Range>& dead) {
-  std::vector<Extent> extents;
   const Address begin = base + block.offset;
   const Address end = begin + block.bytes;
-  const auto add = [&](Address from, Address to) {
-    if (from < to) extents.push_back({from - base, to - from});
-  };
+  RangeSet live;
+  live.add(begin, block.bytes);
   auto range = std::partition_point(dead.begin(), dead.end(),
                                     [&](const auto& each) { return each.begin + each.bytes <= begin; });
-  Address at = begin;
   for (; range != dead.end() && range->begin < end; ++range) {
     const Address from = std::max(begin, range->begin);
     const Address to = std::min(end, range->begin + range->bytes);
-    if (to - from < kSmallestGap) continue;
-    add(at, from);
-    at = to;
+    if (to - from >= kSmallestGap) live.remove(from, to - from);
   }
-  add(at, end);
+  std::vector<Extent> extents;
+  for (const auto& [at, bytes] : live.ranges()) extents.push_back({at - base, bytes});
   return extents;
 }
 
@@ -191,20 +187,6 @@ class Saver::Operation {
     }
   }
 
-  // Returns the parts of `lost`, addresses of an arena, that lie in `chunks`.
-  [[nodiscard]] static RangeSet among(const Arena& arena, const RangeSet& lost,
-                                      const std::vector<PlannedChunk>& chunks) {
-    RangeSet parts;
-    for (const auto& [owner, chunk, restore] : chunks) {
-      for (const auto& [begin, bytes] : lost.ranges()) {
-        const Address from = std::max(begin, chunk.address);
-        const Address to = std::min(begin + bytes, chunk.address + chunk.bytes);
-        if (owner == &arena && from < to) parts.add(from, to - from);
-      }
-    }
-    return parts;
-  }
-
   // Does what plan_restore() planned; maps everything before the first content moves if `map_first`. Throws as
   // resume(): all of it is released with its backups.
   void restore(bool map_first) REQUIRES(saver_.backups_.operation_mutex) {
@@ -222,10 +204,34 @@ class Saver::Operation {
     }
   }
 
+  // Restores what an operation that failed has taken from `chunks` of each device, so that the engine can go on. A
+  // failure is logged after `what`.
+  void undo(const char* what, std::vector<PlannedChunk> Work::* chunks) REQUIRES(saver_.backups_.operation_mutex)
+      EXCLUDES(saver_.map_.mutex) {
+    if (!saver_.driver_->loss().empty()) return;
+    auto planned = std::exchange(devices_, {});
+    const Cleanup at_end([&] { devices_ = std::move(planned); });  // errors name the tags and bytes of the operation
+    content_bytes_ = 0;
+    const bool undone = attempt(what, [&]() REQUIRES(saver_.backups_.operation_mutex) {
+      {
+        const Lock lock(saver_.map_.mutex);
+        for (Arena* const arena : arenas_) {
+          const auto device = planned.find(arena->key().device);
+          if (device != planned.end()) plan_restore(*arena, lost_of(*arena, device->second.*chunks));
+        }
+      }
+      restore(false);
+    });
+    if (undone) return;
+    // No resume has reported damage, so no override may give up what is kept.
+    for (auto& [index, device] : devices_) {
+      for (const auto& content : device.blocks) content.block->damaged = false;
+    }
+  }
+
   [[nodiscard]] double seconds() const {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
   }
-  // Returns the bytes of the chunks of all devices.
   [[nodiscard]] std::size_t bytes() const {
     std::size_t sum = 0;
     for (const auto& [index, device] : devices_) sum += device.bytes();
@@ -240,6 +246,18 @@ class Saver::Operation {
   std::size_t content_bytes_ = 0;  // to keep or restore
 
  private:
+  // Returns the live addresses of an arena that lie in `chunks` and have no memory.
+  [[nodiscard]] static RangeSet lost_of(const Arena& arena, const std::vector<PlannedChunk>& chunks) {
+    RangeSet lost = arena.released();
+    for (const auto& [begin, bytes] : arena.shrunk().ranges()) lost.add(begin, bytes);
+    RangeSet parts;
+    for (const auto& [owner, chunk, restore] : chunks) {
+      if (owner != &arena) continue;
+      for (const auto& part : lost.remove(chunk.address, chunk.bytes)) parts.add(part.begin, part.bytes);
+    }
+    return parts;
+  }
+
   // Maps the chunks of one device and restores their content. Throws as resume(): `device.undo` undoes it.
   void restore(Work& device, bool map_first) REQUIRES(saver_.backups_.operation_mutex) EXCLUDES(saver_.map_.mutex) {
     const auto chunks = device.chunks();
@@ -405,7 +423,8 @@ class Saver::Release final : public Operation {
     try {
       drop_all();
     } catch (const Error&) {
-      undo();
+      // All of it, or nothing if content that is not kept is gone already. What stays released keeps its backups.
+      if (!lost_content()) undo("a release failed, and what it had released stays so until it is resumed", &Work::kept);
       throw;
     }
     if (drops_) saver_.stacks_.lower();
@@ -424,7 +443,7 @@ class Saver::Release final : public Operation {
       const auto drop_kept = [&](std::size_t i) { drop(device, device.kept[i]); };
       device.seconds = saver_.backups_.pipeline_of(device.device).save(device.blocks, ranges, drop_kept);
     });
-    // These go last, on every device: until one of them is gone, undo() undoes everything.
+    // These go last, on every device: until one of them is gone, all can be undone.
     on_each_device([&](Work& device) {
       const Stopwatch watch(device.seconds.driver);
       for (const auto& planned : device.others) drop(device, planned);
@@ -437,31 +456,6 @@ class Saver::Release final : public Operation {
     device.lost_bytes[planned.arena->key().tag] += planned.chunk.bytes;
     if (device.freed_bytes < kFirstMemory) device.first_memory_seconds = seconds();
     device.freed_bytes += planned.chunk.bytes;
-  }
-
-  // Restores what a failed release has dropped, so that the engine can go on: all of it, or nothing if content that is
-  // not kept is gone already. What cannot be restored stays released with its backups.
-  void undo() REQUIRES(saver_.backups_.operation_mutex) EXCLUDES(saver_.map_.mutex) {
-    if (!saver_.driver_->loss().empty() || lost_content()) return;
-    auto planned = std::exchange(devices_, {});
-    const Cleanup at_end([&] { devices_ = std::move(planned); });  // errors name the tags and bytes of the release
-    content_bytes_ = 0;
-    try {
-      {
-        const Lock lock(saver_.map_.mutex);
-        for (Arena* const arena : arenas_) {
-          const auto device = planned.find(arena->key().device);
-          if (device != planned.end()) plan_restore(*arena, among(*arena, arena->released(), device->second.kept));
-        }
-      }
-      restore(false);
-    } catch (const std::exception& error) {
-      // No resume has reported damage, so no override may give up what is kept.
-      for (auto& [index, device] : devices_) {
-        for (const auto& content : device.blocks) content.block->damaged = false;
-      }
-      warn(std::string("a release failed, and what it had released stays so until it is resumed: ") + error.what());
-    }
   }
 
   // Returns whether some content that is not kept is gone.
@@ -592,7 +586,8 @@ class Saver::Resize final : public Operation {
         }
       });
     } catch (const Error&) {
-      undo();
+      shrink_again();
+      undo("a resize failed, and what it had given back stays so until the next one", &Work::going);
       throw;
     }
     const Lock lock(saver_.map_.mutex);
@@ -632,30 +627,16 @@ class Saver::Resize final : public Operation {
     }
   }
 
-  // Gives back what was grown, and maps again, with zeros, what was dropped.
-  void undo() REQUIRES(saver_.backups_.operation_mutex) EXCLUDES(saver_.map_.mutex) {
+  // Drops the chunks that were brought back.
+  void shrink_again() {
     if (!saver_.driver_->loss().empty()) return;
-    auto planned = std::exchange(devices_, {});
-    const Cleanup at_end([&] { devices_ = std::move(planned); });  // errors name the tags and bytes of the resize
-    attempt("a resize failed, and what it had brought back stays", [&] {
-      for (const auto& [index, device] : planned) {
+    attempt("a resize failed, and what it had brought back stays", [this] {
+      for (const auto& [index, device] : devices_) {
         for (const auto& [arena, chunk, restore] : device.acquired) {
           saver_.physical_.drop(*arena, chunk, std::nullopt);
         }
       }
     });
-    attempt("a resize failed, and what it had given back stays so until the next one",
-            [&]() REQUIRES(saver_.backups_.operation_mutex) {
-              {
-                const Lock lock(saver_.map_.mutex);
-                for (Arena* const arena : arenas_) {
-                  const auto on_device = planned.find(arena->key().device);
-                  if (on_device == planned.end()) continue;
-                  plan_restore(*arena, among(*arena, arena->shrunk(), on_device->second.going));
-                }
-              }
-              restore(false);
-            });
   }
 
   const std::vector<RangeSet::Range>& unused_;
@@ -711,12 +692,7 @@ void Saver::give_back_reserved() noexcept {
 }
 
 void Saver::expect_backups() {
-  try {
-    (void)Expectation(*this).perform({});
-  } catch (const Error& error) {
-    if (error.kind == ErrorKind::context_lost) throw;
-    warn(std::string("host memory is prepared for content as it is: ") + error.what());
-  }
+  attempt_unless_lost("host memory is prepared for content as it is", [this] { (void)Expectation(*this).perform({}); });
 }
 
 }  // namespace memsaver

@@ -4,9 +4,6 @@ namespace memsaver {
 
 namespace {
 
-// How long to wait for another process that writes the same content to the shared store.
-constexpr std::chrono::seconds kOthersTimeout{1};
-
 Digest digest_of(const DigestKey& key, const std::vector<Extent>& extents, std::uintptr_t content) {
   Digest digest;
   for (const auto& extent : extents) {
@@ -108,9 +105,7 @@ void Rewrite::keep(Item& item) {
   HostPool& pool = pool_of(item);
   if (!share(block, bytes, pool.numa_node())) {
     if (block.host.empty()) block.host = pool.take(bytes);
-    for_each_piece(extents, block.host, [&](std::size_t offset, std::uintptr_t memory, std::size_t part) {
-      std::memcpy(reinterpret_cast<void*>(memory), content + offset, part);
-    });
+    copy_to_ranges(content, extents, block.host);
     if (block.shared) saver_.backups_.shared()->publish(*block.shared, block.packed_bytes);
   }
   block.expected_bytes = block.packed_bytes == 0 ? 0 : block.kept_bytes();
@@ -120,26 +115,20 @@ bool Rewrite::share(Block& block, std::size_t bytes, int numa_node) {
   using Found = SharedStore::Found;
   SharedStore* const store = saver_.backups_.shared();
   if (store == nullptr) return false;
-  const auto until = std::chrono::steady_clock::now() + kOthersTimeout;
-  SharedStore::Answer answer{Found::awaited, {}, {}, {}, {}};
-  for (bool alone = false; answer.found == Found::awaited && !alone;) {
+  const auto until = std::chrono::steady_clock::now() + SharedStore::kOthersTimeout;
+  Found found = Found::awaited;
+  for (bool alone = false; found == Found::awaited && !alone;) {
     alone = std::chrono::steady_clock::now() > until;
     const std::uint32_t seen = store->changes();
     store->apply_pending();
-    answer = store->find_or_claim(*block.digest, block.content_bytes(), alone);
-    if (answer.found == Found::awaited) store->wait_for_change(seen);
+    found = store->find(block, *block.digest, alone);
+    if (found == Found::awaited) store->wait_for_change(seen);
   }
-  if (answer.found != Found::kept && answer.found != Found::claimed) return false;
-  block.shared = answer.entry;
-  if (answer.found == Found::kept) {
-    block.packed_bytes = answer.packed_bytes;
-    block.host = store->memory_of(answer);
-    return true;
+  if (found == Found::claimed) {
+    const std::size_t left = left_bytes_.fetch_sub(std::min<std::size_t>(bytes, left_bytes_));
+    static_cast<void>(store->take(block, bytes, left, numa_node));
   }
-  const std::size_t left = left_bytes_.fetch_sub(std::min<std::size_t>(bytes, left_bytes_));
-  block.host = store->take(answer.entry, bytes, left, numa_node);
-  if (block.host.empty()) store->give(*std::exchange(block.shared, std::nullopt));
-  return false;
+  return found == Found::kept;
 }
 
 void Rewrite::commit() {

@@ -150,16 +150,12 @@ Block Saver::adopted(const SavedBlock& saved) {
   block.kept = digest.any == 0 ? Kept::zero : Kept::host;
   if (block.kept == Kept::zero) return block;
   SharedStore& store = *backups_.shared();
-  const SharedStore::Answer found = store.find_or_claim(digest, block.content_bytes());
   Cleanup undo([&] {
-    if (found.found == SharedStore::Found::kept || found.found == SharedStore::Found::claimed) store.give(found.entry);
+    if (block.shared) store.give(*block.shared);
   });
-  if (found.found != SharedStore::Found::kept) {
+  if (store.find(block, digest) != SharedStore::Found::kept) {
     throw Error(ErrorKind::backup, "the shared store lacks a block").with_bytes(bytes);
   }
-  block.host = store.memory_of(found);
-  block.shared = found.entry;
-  block.packed_bytes = found.packed_bytes;
   undo.dismiss();
   return block;
 }

@@ -71,7 +71,7 @@ class Saver {
   // Releases what the driver caches for CUDA graphs that no longer exist, on every device. Throws driver errors.
   void trim_graph_memory();
 
-  // Returns null if backups are not shared with other processes.
+  // As BackupStore::shared().
   [[nodiscard]] SharedStore* shared_store() const { return backups_.shared(); }
   // Returns the backup of [address, address + bytes): the content at the last release, kept until the next one or until
   // it is dropped. Copies it to `to` unless that is null or some is not in host memory. Waits for an operation under

@@ -44,7 +44,8 @@ void FixedRange::run(const std::function<void(Stream)>& work) {
   driver_.synchronize(device_);
 }
 
-void FixedRange::named(const std::function<void()>& function) const {
+void FixedRange::named(const std::function<void()>& function) {
+  const Lock lock(mutex_);
   try {
     saver_.check_usable();
     function();
@@ -61,7 +62,6 @@ SharedBuffer::SharedBuffer(Saver& saver, int device, std::size_t bytes) : FixedR
 }
 
 int SharedBuffer::export_fd() {
-  const Lock lock(mutex_);
   int file = -1;
   named([&]() REQUIRES(mutex_) {
     if (content_) throw Error(ErrorKind::configuration, "the shared buffer is released; restore it first");
@@ -71,7 +71,6 @@ int SharedBuffer::export_fd() {
 }
 
 void SharedBuffer::release() {
-  const Lock lock(mutex_);
   named([&]() REQUIRES(mutex_) {
     if (content_) return unmap();  // what an earlier failure left
     driver_.synchronize(device_);
@@ -85,7 +84,6 @@ void SharedBuffer::release() {
 }
 
 void SharedBuffer::restore() {
-  const Lock lock(mutex_);
   named([&]() REQUIRES(mutex_) {
     if (!content_) return;
     // It is accessible if the undo of an earlier failure failed.
@@ -109,12 +107,10 @@ bool ImportedBuffer::mapped() {
 }
 
 void ImportedBuffer::drop() {
-  const Lock lock(mutex_);
   named([&] { unmap(); });
 }
 
 void ImportedBuffer::map_again(int file) {
-  const Lock lock(mutex_);
   named([&] {
     if (range_->accessible()) throw Error(ErrorKind::configuration, "the imported buffer is mapped; drop it first");
     map([&] { return driver_.import_handle(device_, file, bytes_); });

@@ -26,8 +26,8 @@ class FixedRange {
   void unmap();
   // Queues work on a stream and waits for it.
   void run(const std::function<void(Stream)>& work);
-  // Calls `function`, and adds device, bytes and address to its errors.
-  void named(const std::function<void()>& function) const;
+  // Calls `function` with mutex_ held, and adds device, bytes and address to its errors.
+  void named(const std::function<void()>& function) EXCLUDES(mutex_);
 
   Mutex mutex_;  // guards all but address and bytes, which never change
   Saver& saver_;
