@@ -34,7 +34,7 @@ TOGETHER_S = 30.0
 #: What a file counts that is not known.
 UNKNOWN_S = 5.0
 #: Tests wait about as much as they compute.
-PROCESSES = 5 * len(os.sched_getaffinity(0))
+PROCESSES = 3 * len(os.sched_getaffinity(0))
 
 #: A fork has some plugins loaded, which pytest would rewrite.
 PYTEST = (
