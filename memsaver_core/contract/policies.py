@@ -22,6 +22,10 @@ PolicyLike: TypeAlias = "RestorePolicy | str"
 #: Tags that every engine may have, so they are never unknown: a call for one without memory succeeds with 0 bytes.
 WELL_KNOWN_TAGS = ("weights", "kv_cache", "cuda_graph", "workspace", "communicators")
 
+#: The tags that every client names. Other tags that a release of everything took are resumed with the last of these:
+#: clients that name what they resume do not know an engine's workspace, and some do not know its graphs.
+COMMON_TAGS = frozenset({"weights", "kv_cache"})
+
 #: The tag of what NCCL's communicators hold. Not of regions: NCCL takes and keeps this memory itself.
 COMMUNICATORS = "communicators"
 

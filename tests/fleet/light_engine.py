@@ -33,7 +33,9 @@ TAGS = ("kv_cache", "weights")
 class LightEngine(Gate):
     """A gate with weights, which are kept, and a KV cache, which comes back as zeros."""
 
-    def __init__(self, name: str, *, weights_bytes: int = MIB, kv_bytes: int = MIB, model: str = "") -> None:
+    def __init__(
+        self, name: str, *, weights_bytes: int = MIB, kv_bytes: int = MIB, model: str = "", more: Sequence[str] = ()
+    ) -> None:
         super().__init__(name)
         self.model_name = model
         self.memory = LightMemory(f"{name}/")
@@ -42,10 +44,17 @@ class LightEngine(Gate):
             self.weights = torch.arange(weights_bytes // 8, device=device)
         with ms.region(f"{name}/kv_cache", restore="zero"):
             self.kv = torch.zeros(kv_bytes // 8, dtype=torch.int64, device=device)
+        self.memory.names += tuple(more)
+        self.others = []
+        for tag in more:
+            with ms.region(f"{name}/{tag}", restore="host"):
+                self.others.append(torch.zeros(1024, device=device))
 
     def whole(self) -> bool:
         """Whether all memory is resident with its content."""
-        return self.resident() == set(TAGS) and bool((self.weights == torch.arange(len(self.weights))).all())
+        return self.resident() == set(self.memory.names) and bool(
+            (self.weights == torch.arange(len(self.weights))).all()
+        )
 
     def resident(self) -> set[str]:
         """The tags that are mapped."""

@@ -6,19 +6,20 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import httpx
 import pytest
 
 from memsaver_core import MemsaverError
 from memsaver_core.contract.errors import IdempotencyKeyError, ServerEndsError
 from memsaver_core.contract.requests import AskedOfFleet, FleetRelease, FleetResume, Tagged
-from memsaver_server import clock
+from memsaver_server import attach, clock
 from memsaver_server.fleet import (
     AsyncFleet,
     FileRecord,
@@ -39,7 +40,8 @@ from memsaver_server.fleet.record import Prepared
 from tests.waiting import wait_until
 
 from .conftest import SILENCE_S, Sites
-from .served_fleet import served
+from .light_engine import TAGS, LightEngine
+from .served_fleet import TRUST, served
 
 
 def replace(path: Path, text: str) -> None:
@@ -97,6 +99,60 @@ def test_an_engine_that_comes_back_resident_is_released(fleet: Fleet, sites: Sit
     sites["b"].http.post("/resume_memory_occupation").raise_for_status()  # as a new process is
     assert [engine.name for engine in fleet.reconcile()] == ["b"]
     assert sites["b"].is_released
+
+
+@pytest.fixture
+def with_workspace(sites: Sites) -> Iterator[tuple[Fleet, list[LightEngine], list[httpx.Client]]]:
+    """Two engines with a tag that no client knows."""
+    with ExitStack() as ending:
+        engines = [LightEngine(name, more=("workspace",)) for name in ("v", "w")]
+        attachments = [ending.enter_context(attach(engine)) for engine in engines]
+        for engine in engines:
+            ending.callback(engine.close)
+        members = [Member(engine.name, each.url) for engine, each in zip(engines, attachments, strict=True)]
+        fleet = ending.enter_context(Fleet(StaticMembership(members), verify=TRUST))
+        opened = [httpx.Client(base_url=each.url, timeout=600, verify=False) for each in attachments]
+        yield fleet, engines, [ending.enter_context(each) for each in opened]
+
+
+def holds(http: httpx.Client, engine: LightEngine) -> tuple[bool, set[str]]:
+    return http.get("/memory_occupation").json()["admission"]["open"], engine.resident()
+
+
+@pytest.mark.parametrize("mode", ["all", "best_effort"])
+def test_what_no_caller_names_stays_with_what_is_resumed(with_workspace: Any, mode: Any) -> None:
+    """A release of everything and resumes by tag, as trainers call them: seconds later the workspace was released
+    again, and every engine closed."""
+    fleet, engines, https = with_workspace
+    for _ in range(2):
+        assert fleet.release(mode=mode).success
+        for tag in ("weights", "kv_cache"):
+            assert fleet.resume(tags=[tag], mode=mode).success
+        for done in (["kv_cache"], ["weights"]):
+            assert not fleet.reconcile()
+            assert [holds(*each) for each in zip(https, engines, strict=True)] == [(True, {*TAGS, "workspace"})] * 2
+            assert fleet.release(tags=done, mode=mode).success
+            assert not fleet.reconcile()
+            assert [engine.resident() for engine in engines] == [{*TAGS, "workspace"} - set(done)] * 2
+            assert fleet.resume(tags=done, mode=mode).success
+
+
+@pytest.mark.parametrize("why", ["undone", "come back"])
+def test_what_the_coordinator_has_named_comes_back_unnamed(with_workspace: Any, why: str) -> None:
+    """An engine stayed closed once an undo or the reconciler had released its workspace by name."""
+    fleet, engines, https = with_workspace
+    assert fleet.release().success
+    assert fleet.resume(tags=["weights"]).success
+    if why == "undone":
+        engines[1].memory.fail("resume", MemsaverError("no"))
+        assert not fleet.resume(tags=["kv_cache"]).success
+    else:
+        https[1].post("/resume_memory_occupation").raise_for_status()  # as a new process is
+        assert [each.name for each in fleet.reconcile()] == ["w"]
+    assert [engine.resident() for engine in engines] == [{"weights"}] * 2
+    assert fleet.resume(tags=["kv_cache"]).success
+    assert not fleet.reconcile()
+    assert [holds(*each) for each in zip(https, engines, strict=True)] == [(True, {*TAGS, "workspace"})] * 2
 
 
 def test_weights_that_a_caller_excluded_are_not_served(

@@ -465,6 +465,22 @@ def test_nobody_makes_room_for_weights_that_are_being_written(engines: tuple[Eng
         assert (alpha.state(), beta.state()) == ("resident", "released")
 
 
+def test_an_engine_that_comes_back_while_a_caller_keeps_it_released_gets_no_request(
+    engines: tuple[Engine, Engine],
+) -> None:
+    """It served until the reconciler had released it, which its requests could put off for ever."""
+    _, beta = engines
+    with turns(engines) as http:
+        http.post("/release_memory_occupation", json={"model": "beta"}).raise_for_status()
+        begun = beta.seen("begun")
+        for _ in range(5):
+            beta.http.post("/resume_memory_occupation", json={"wait": True}).raise_for_status()  # as a new process is
+            http.get("/memory_occupation").raise_for_status()  # looks at it
+            refused = http.post("/v1/completions", json=asked("beta"))
+            assert (refused.status_code, "a caller has released it" in refused.text) == (503, True)
+        assert beta.seen("begun") == begun
+
+
 def test_no_request_meets_weights_that_an_update_brings_against_a_demand(engines: tuple[Engine, Engine]) -> None:
     """Until all engines had written theirs, those that were done served what nobody had demanded."""
     alpha, beta = engines

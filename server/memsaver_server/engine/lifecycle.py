@@ -22,7 +22,7 @@ from functools import partial
 
 from memsaver_core.contract import errors
 from memsaver_core.contract.phases import Phase
-from memsaver_core.contract.policies import keeps_any
+from memsaver_core.contract.policies import COMMON_TAGS, keeps_any
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import DrainMode, Release, ResizeKvCache, Resume
 from memsaver_core.contract.status import Status, TagStatus
@@ -40,7 +40,6 @@ from memsaver_server.engine import (
 )
 from memsaver_server.engine.admission import Admission, failed_for_good
 from memsaver_server.engine.tag_selection import (
-    COMMON_TAGS,
     asleep_dp_ranks,
     keeps_content,
     lost_tags,

@@ -9,10 +9,6 @@ from memsaver_core.contract.policies import keeps_all, keeps_any
 from memsaver_core.contract.requests import MemoryRequest, Release
 from memsaver_core.contract.status import Status, TagStatus
 
-#: The tags that every client names. Other tags that a release of everything took are resumed with the last of these:
-#: clients that name what they resume do not know an engine's workspace, and some do not know its graphs.
-COMMON_TAGS = frozenset({"weights", "kv_cache"})
-
 
 def released_tags(status: Status) -> set[str]:
     """Return the tags with unmapped memory: while there are any, no request may reach a kernel."""

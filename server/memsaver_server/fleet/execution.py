@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -27,7 +27,16 @@ from memsaver_server.fleet.budget import groups_of
 from memsaver_server.fleet.connection import Coordinator, EngineFailure
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.record import Keeper, Outcome, RecordError, RunningStage, Wanted, wish_for, wishes_for
+from memsaver_server.fleet.record import (
+    Keeper,
+    Outcome,
+    RecordError,
+    RunningStage,
+    Wanted,
+    tags_beside,
+    wish_for,
+    wishes_for,
+)
 
 logger = logging.getLogger("memsaver")
 
@@ -58,6 +67,7 @@ class Execution:
     async def alone(self) -> None:
         """Carry it out on each engine by itself. Nothing was done if it raises RecordError."""
         self._operation.how = "each"
+        await self._name_tags()
         # First: a reconciler is to do what remains.
         await self._keeper.begun(self._operation.id, self._operation.known("begun"), self._operation.wish)
         self._report("commit")
@@ -67,11 +77,12 @@ class Execution:
             for part in group:
                 if part.failure is None:
                     part.stage = "committing"
-                    await part.perform(self._request.operation, self._request.sent(), "committing", key=self._key)
+                    body = self._body(part, self._request.sent())
+                    await part.perform(self._request.operation, body, "committing", key=self._key)
 
         await asyncio.gather(*map(in_turn, groups))
         await self._confirm()
-        await self._end()
+        await self._end(rest=self._wishes_for_all())
 
     async def together(self) -> None:
         """Carry it out on all engines or on none. Nothing was moved if it raises RecordError."""
@@ -80,6 +91,7 @@ class Execution:
                 part.after = part.before
             await self._end()
             return
+        await self._name_tags()
         await self._note("preparing")
         ready = False
         try:
@@ -99,6 +111,7 @@ class Execution:
     async def abandon(self) -> None:
         """Abort what the engines have prepared of an operation that never got further."""
         await self._look()
+        await self._name_tags()
         for part in self._parts:
             # Of one that is idle nothing is asked now. One that still drains for it is found by the key.
             part.asked = part.after is not None and part.after.operation_id is not None
@@ -118,7 +131,10 @@ class Execution:
             await self._confirm()
             # If all engines are otherwise by now, another coordinator has undone it.
             undone = all(part.failure and part.failure.kind == "changed" for part in self._parts)
-            await self._end(None if undone else self._operation.wish)
+            if undone:
+                await self._end()
+            else:
+                await self._end(self._operation.wish, self._wishes_for_all())
 
     async def undo(self) -> None:
         """Have every engine as before: abort what is prepared, move back what was moved."""
@@ -129,6 +145,31 @@ class Execution:
         await asyncio.gather(*map(self._undo_one, self._parts))
         await self._look()
         await self._end(rest=await self._wishes_for_the_rest())
+
+    # -- tags that no caller names -------------------------------------------------------------------------------------
+
+    async def _name_tags(self) -> None:
+        """Have engines resume what no caller names with the last of the tags that callers do. Raises RecordError."""
+        tags = self._request.tags
+        if self._request.operation != "resume" or not tags:
+            return
+        wanted = (await self._keeper.load()).wanted
+        for part in self._parts:
+            now = part.before or part.after
+            if now is not None and (beside := tags_beside(now, tags, wishes_for(part.member, wanted))):
+                part.named = (*tags, *beside)
+
+    def _body(self, part: Part, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**body, "tags": list(part.named)} if part.named else body
+
+    def _wishes_for_all(self) -> list[Wanted]:
+        """Return what is wanted of the other tags since a resume by tags: if its engines hold everything now, that they
+        do; else the reconciler would release again what came back without a name."""
+        wish, answers = self._operation.wish, [part.answer for part in self._parts if part.answer is not None]
+        by_tag = wish is not None and wish.state == "resident" and wish.tags is not None
+        if wish is None or not by_tag or not answers or any(answer.state != "resident" for answer in answers):
+            return []
+        return [wish.model_copy(update={"tags": None})]
 
     # -- prepare and abort ---------------------------------------------------------------------------------------------
 
@@ -163,7 +204,8 @@ class Execution:
 
     async def _prepare_one(self, part: Part, limit_s: float) -> None:
         began = clock.monotonic()
-        answer = await part.connection.prepare(self._request.operation, self._prepared, self._key, limit_s)
+        body = self._body(part, self._prepared)
+        answer = await part.connection.prepare(self._request.operation, body, self._key, limit_s)
         part.prepared(answer, began + answer.lease_s)  # or later: the engine counts from its answer
 
     async def _keep_leases(self) -> None:
@@ -190,7 +232,8 @@ class Execution:
         try:
             refused = part.failure and part.failure.answered and part.failure.kind != PhaseTimeoutError.kind
             if not part.operation_id and not refused:
-                part.operation_id = await part.connection.find(self._request.operation, self._prepared, self._key)
+                body = self._body(part, self._prepared)
+                part.operation_id = await part.connection.find(self._request.operation, body, self._key)
             if part.operation_id:
                 await part.connection.abort(part.operation_id, self._key)
         except EngineFailure as failure:

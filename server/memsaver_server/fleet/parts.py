@@ -29,6 +29,7 @@ class Part:
     after: OccupationAnswer | None = None  # likewise after it
     operation_id: str = ""  # its own operation, as soon as that is known
     asked: bool = False  # a prepare was sent, so that the engine may be prepared
+    named: tuple[str, ...] = ()  # those that it is asked to move, if not what the operation's request names
     tags: tuple[str, ...] = ()  # those that its operation moves
     kept: tuple[str, ...] = ()  # those whose content was kept before
     answer: OperationAnswer | None = None

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,7 +19,9 @@ from pydantic import FiniteFloat, ValidationError
 from memsaver_core.contract.errors import FleetUnknownError
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.phases import OperationName
+from memsaver_core.contract.policies import COMMON_TAGS
 from memsaver_core.contract.requests import ASKED_OF_FLEET, STATES, Described, FleetRelease, FleetResume, Selector, Verb
+from memsaver_core.contract.status import OccupationAnswer
 from memsaver_server.operation.history import KEPT_S, MAX_KEPT
 from memsaver_server.wrong_fields import wrong_fields
 
@@ -278,6 +280,13 @@ def wishes_for(member: Described, wanted: Iterable[Wanted]) -> dict[str | None, 
         if wish.selector.matches(member):
             found = {None: wish} if wish.tags is None else {**found, **dict.fromkeys(wish.tags, wish)}
     return found
+
+
+def tags_beside(now: OccupationAnswer, tags: Collection[str], wishes: Mapping[str | None, Wanted]) -> list[str]:
+    """Return the tags that an engine is to resume with the last of ``tags``: no caller names them, as a release of
+    everything took them. The engine does so by itself unless the coordinator has released them by name since."""
+    left = {tag.tag for tag in now.tags if tag.released_bytes}.difference(tags)
+    return sorted(left) if None in wishes and not left & {*wishes, *COMMON_TAGS} else []
 
 
 def kept_released(member: Described, wanted: Iterable[Wanted]) -> str:

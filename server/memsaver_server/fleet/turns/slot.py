@@ -105,12 +105,12 @@ def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SlotState
         return "closed", f"operation {now.operation_id} is in progress"
     if status.error:
         return "kept", status.error
+    if reason := kept_released(status, wanted):  # also if it is awake, as one that has just started is
+        return "kept", reason
     if now.admission.open:
         return "awake", ""
     if not (now.hibernated or any(tag.released_bytes for tag in now.tags)):
         return "closed", now.admission.reason
-    if reason := kept_released(status, wanted):
-        return "kept", reason
     if now.updating:  # its resume would wait for the end of that, and nobody have the memory meanwhile
         return "closed", "an update writes its weights"
     return "asleep", now.admission.reason
