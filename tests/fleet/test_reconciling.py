@@ -155,6 +155,31 @@ def test_what_the_coordinator_has_named_comes_back_unnamed(with_workspace: Any, 
     assert [holds(*each) for each in zip(https, engines, strict=True)] == [(True, {*TAGS, "workspace"})] * 2
 
 
+def test_parts_that_are_resumed_by_tag_stay_as_each_was_asked_for(with_workspace: Any) -> None:
+    """One engine's resume by tags decided what was wanted of others, or its own was not noted because of them."""
+    fleet, engines, https = with_workspace
+    v, w = (Selector(names=(name,)) for name in ("v", "w"))
+    everything = {*TAGS, "workspace"}
+    for selector, tag in ((None, ""), (w, "kv_cache"), (None, "weights"), (v, "kv_cache")):
+        assert (fleet.resume(selector, tags=[tag]) if tag else fleet.release()).success
+    assert not fleet.reconcile()
+    assert [holds(*each) for each in zip(https, engines, strict=True)] == [(True, everything)] * 2
+    assert fleet.release(w, tags=["kv_cache"]).success
+    assert not fleet.reconcile()
+    assert [engine.resident() for engine in engines] == [everything, everything - {"kv_cache"}]
+
+    assert fleet.release().success
+    assert fleet.release(w, tags=["weights"], operation_id="of-a-trainer").success
+    assert fleet.resume(v, tags=["weights"]).success
+    engines[1].memory.fail("resume", MemsaverError("no"))
+    failed = fleet.resume(tags=["kv_cache"], mode="best_effort").failed
+    assert [engine.name for engine in failed] == ["w"]
+    assert [each.name for each in fleet.reconcile()] == ["w"]
+    assert not fleet.reconcile()
+    assert [engine.resident() for engine in engines] == [everything, {"kv_cache"}]
+    assert any(wish.operation_id == "of-a-trainer" for wish in fleet.status().wanted)
+
+
 def test_weights_that_a_caller_excluded_are_not_served(
     fleet: Fleet, sites: Sites, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -82,7 +82,7 @@ class Execution:
 
         await asyncio.gather(*map(in_turn, groups))
         await self._confirm()
-        await self._end(rest=self._wishes_for_all())
+        await self._end(rest=self._wishes_for_unnamed())
 
     async def together(self) -> None:
         """Carry it out on all engines or on none. Nothing was moved if it raises RecordError."""
@@ -134,7 +134,7 @@ class Execution:
             if undone:
                 await self._end()
             else:
-                await self._end(self._operation.wish, self._wishes_for_all())
+                await self._end(self._operation.wish, self._wishes_for_unnamed())
 
     async def undo(self) -> None:
         """Have every engine as before: abort what is prepared, move back what was moved."""
@@ -156,20 +156,21 @@ class Execution:
         wanted = (await self._keeper.load()).wanted
         for part in self._parts:
             now = part.before or part.after
-            if now is not None and (beside := tags_beside(now, tags, wishes_for(part.member, wanted))):
+            if now is not None and (beside := tags_beside(now, tags, wishes_for(part.member, wanted, now))):
                 part.named = (*tags, *beside)
 
     def _body(self, part: Part, body: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**body, "tags": list(part.named)} if part.named else body
 
-    def _wishes_for_all(self) -> list[Wanted]:
-        """Return what is wanted of the other tags since a resume by tags: if its engines hold everything now, that they
-        do; else the reconciler would release again what came back without a name."""
-        wish, answers = self._operation.wish, [part.answer for part in self._parts if part.answer is not None]
-        by_tag = wish is not None and wish.state == "resident" and wish.tags is not None
-        if wish is None or not by_tag or not answers or any(answer.state != "resident" for answer in answers):
-            return []
-        return [wish.model_copy(update={"tags": None})]
+    def _wishes_for_unnamed(self) -> Iterable[Wanted]:
+        """Return that engines keep what a resume by tags has brought back unnamed, also once others are released."""
+        wish, named = self._operation.wish, self._request.tags
+        for part in self._parts:
+            if wish is not None and wish.state == "resident" and named and part.answer is not None:
+                tags = tuple(tag.tag for tag in part.answer.tags if tag.resumed_bytes and tag.tag not in named)
+                if tags:
+                    selector = Selector(names=(part.member.name,))
+                    yield wish.model_copy(update={"selector": selector, "tags": tags, "options": {}})
 
     # -- prepare and abort ---------------------------------------------------------------------------------------------
 
@@ -328,7 +329,7 @@ class Execution:
     async def _wishes_for(self, part: Part) -> dict[str | None, Wanted]:
         """Return the wish that counts for each tag of an engine; none if the record cannot be read."""
         with suppress(RecordError):
-            return wishes_for(part.member, (await self._keeper.load()).wanted)
+            return wishes_for(part.member, (await self._keeper.load()).wanted, part.after or part.before)
         return {}
 
     async def _wishes_for_the_rest(self) -> list[Wanted]:
@@ -356,6 +357,7 @@ class Execution:
         outcome: Outcome = "succeeded" if is_done else "failed"
         if self._operation.how == "aborted" and self._operation.given_up.is_set():
             outcome = "cancelled"
+        rest = tuple(rest)  # it is looked at again if the record cannot be written
         try:
             await self._keeper.ended(self._operation.id, self._operation.known(outcome), wish, rest, self._noted)
         except RecordError:

@@ -356,7 +356,7 @@ class AsyncFleet:
         another version, since the turn was decided."""
         record, asked = await self._keeper.load(), operation.asked
         for part in operation.parts:
-            if reason := kept_released(part.member, record.wanted):
+            if reason := kept_released(part.member, record.wanted, part.before):
                 part.fail("asking", EngineFailure("conflict", reason))
             elif isinstance(asked, FleetResume) and asked.weights_version != version_for(part.member, record.demands):
                 part.fail("asking", EngineFailure("conflict", "callers demand other weights of it by now"))

@@ -172,7 +172,7 @@ def _steps(part: Part, wanted: tuple[Wanted, ...]) -> list[tuple[Wanted, tuple[s
     """Return the wishes that an engine does not meet, each with the tags that are not as wanted; none if it is busy."""
     if part.before is None or part.before.operation_id is not None:
         return []
-    wishes = wishes_for(part.member, wanted)
+    wishes = wishes_for(part.member, wanted, part.before)
     steps: dict[int, list[str]] = {}
     for tag in part.before.tags:
         wish = wish_for(tag.tag, wishes)

@@ -273,12 +273,17 @@ def _covers(new: Wanted, old: Wanted) -> bool:
     return selected and (new.tags is None or (old.tags is not None and set(old.tags) <= set(new.tags)))
 
 
-def wishes_for(member: Described, wanted: Iterable[Wanted]) -> dict[str | None, Wanted]:
-    """Return the wish that counts for each tag of an engine; that of None counts for tags that are not named."""
+def wishes_for(member: Described, wanted: Iterable[Wanted], now: OccupationAnswer | None) -> dict[str | None, Wanted]:
+    """Return the wish that counts for each tag of an engine, which has those of ``now``; that of None counts for tags
+    that are not named. An engine brings these back with the last of ``COMMON_TAGS``, so they are wanted then, too."""
     found: dict[str | None, Wanted] = {}
     for wish in wanted:
         if wish.selector.matches(member):
             found = {None: wish} if wish.tags is None else {**found, **dict.fromkeys(wish.tags, wish)}
+    named = [wish for tag, wish in found.items() if tag is not None]
+    common = COMMON_TAGS.intersection(tag.tag for tag in now.tags) if now is not None else COMMON_TAGS
+    if None in found and named and common <= found.keys() and all(wish.state == "resident" for wish in named):
+        found[None] = named[-1]
     return found
 
 
@@ -286,12 +291,13 @@ def tags_beside(now: OccupationAnswer, tags: Collection[str], wishes: Mapping[st
     """Return the tags that an engine is to resume with the last of ``tags``: no caller names them, as a release of
     everything took them. The engine does so by itself unless the coordinator has released them by name since."""
     left = {tag.tag for tag in now.tags if tag.released_bytes}.difference(tags)
-    return sorted(left) if None in wishes and not left & {*wishes, *COMMON_TAGS} else []
+    released = {tag for tag, wish in wishes.items() if wish.state == "released"}
+    return sorted(left) if None in wishes and not left & (released | COMMON_TAGS) else []
 
 
-def kept_released(member: Described, wanted: Iterable[Wanted]) -> str:
+def kept_released(member: Described, wanted: Iterable[Wanted], now: OccupationAnswer | None) -> str:
     """Return why turns must not move an engine's memory: a caller has released it for good. Empty if they may."""
-    wishes = wishes_for(member, wanted).values()
+    wishes = wishes_for(member, wanted, now).values()
     is_kept = any(wish.state == "released" and not wish.until_asked for wish in wishes)
     return "a caller has released it, and has to resume it" if is_kept else ""
 

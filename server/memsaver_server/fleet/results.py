@@ -116,7 +116,7 @@ class EngineStatus(MemberRow):
             **{name: getattr(member, name) for name in MemberRow.model_fields if name != "alive"},
             alive=occupation is not None,
             state=state_of(occupation) if occupation is not None else "unknown",
-            wanted=common(wish.state for wish in wishes_for(member, record.wanted).values()),
+            wanted=common(wish.state for wish in wishes_for(member, record.wanted, occupation).values()),
             error=str(error or ""),
             occupation=occupation,
         )

@@ -105,7 +105,7 @@ def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SlotState
         return "closed", f"operation {now.operation_id} is in progress"
     if status.error:
         return "kept", status.error
-    if reason := kept_released(status, wanted):  # also if it is awake, as one that has just started is
+    if reason := kept_released(status, wanted, now):  # also if it is awake, as one that has just started is
         return "kept", reason
     if now.admission.open:
         return "awake", ""
