@@ -65,7 +65,7 @@ class Coordinator:
     name: str
     api_key: str | None  # of the engines without ``Member.api_key``
     silence_s: float  # an engine that does not answer for so long counts as silent, seconds
-    lease_s: float  # how long an engine stays prepared without it, seconds
+    prepared_for_s: float  # how long an engine stays prepared without it, seconds
     verify: ssl.SSLContext | bool  # as for the client; one for all engines, as making one takes longer than a call
     holds: bool = False  # it brings the engines to what is wanted all the time
     #: Limits how many calls are in flight, of those that engines answer at once.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -59,7 +59,7 @@ class Execution:
         self._patience_s = self._timeout_s + operation.asked.patience_s(Phase.WAIT_FOR_MEMORY)
         self._parts = operation.parts
         self._keeper = keeper
-        self._lease_s, self._silence_s = coordinator.lease_s, coordinator.silence_s
+        self._lease_s, self._silence_s = coordinator.prepared_for_s, coordinator.silence_s
         self._prepared = {**operation.asked.sent(), "prepare": True, "lease_s": self._lease_s}
         self._report = partial(report, operation)
         self._noted = ""  # the key under which the record has it as running
@@ -162,15 +162,19 @@ class Execution:
     def _body(self, part: Part, body: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**body, "tags": list(part.named)} if part.named else body
 
-    def _wishes_for_unnamed(self) -> Iterable[Wanted]:
-        """Return that engines keep what a resume by tags has brought back unnamed, also once others are released."""
+    def _wishes_for_unnamed(self) -> list[Wanted]:
+        """Return a wish for each engine of which a resume by tags has brought back other tags, too: it keeps those when
+        a caller releases some of the named ones."""
         wish, named = self._operation.wish, self._request.tags
+        if wish is None or wish.state != "resident" or not named:
+            return []
+        wishes: list[Wanted] = []
         for part in self._parts:
-            if wish is not None and wish.state == "resident" and named and part.answer is not None:
-                tags = tuple(tag.tag for tag in part.answer.tags if tag.resumed_bytes and tag.tag not in named)
-                if tags:
-                    selector = Selector(names=(part.member.name,))
-                    yield wish.model_copy(update={"selector": selector, "tags": tags, "options": {}})
+            rows = part.answer.tags if part.answer is not None else ()
+            if tags := tuple(row.tag for row in rows if row.resumed_bytes and row.tag not in named):
+                about = {"selector": Selector(names=(part.member.name,)), "tags": tags, "options": {}}
+                wishes.append(wish.model_copy(update=about))
+        return wishes
 
     # -- prepare and abort ---------------------------------------------------------------------------------------------
 
@@ -231,6 +235,7 @@ class Execution:
     async def _abort_one(self, part: Part) -> None:
         """Undo the preparation; if the engine cannot be reached, the end of its lease does it."""
         try:
+            # After a timeout of a phase the engine goes on with what it was asked.
             refused = part.failure and part.failure.answered and part.failure.kind != PhaseTimeoutError.kind
             if not part.operation_id and not refused:
                 body = self._body(part, self._prepared)
@@ -352,12 +357,11 @@ class Execution:
         await self._keeper.running(self._operation.id, self._operation.as_running(stage))
         self._noted = self._key
 
-    async def _end(self, wish: Wanted | None = None, rest: Iterable[Wanted] = ()) -> None:
+    async def _end(self, wish: Wanted | None = None, rest: Sequence[Wanted] = ()) -> None:
         is_done = self._operation.how in ("done", "each") and not _failed(self._parts)
         outcome: Outcome = "succeeded" if is_done else "failed"
         if self._operation.how == "aborted" and self._operation.given_up.is_set():
             outcome = "cancelled"
-        rest = tuple(rest)  # it is looked at again if the record cannot be written
         try:
             await self._keeper.ended(self._operation.id, self._operation.known(outcome), wish, rest, self._noted)
         except RecordError:

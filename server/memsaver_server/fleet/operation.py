@@ -180,7 +180,7 @@ class FleetOperation(Operation):
         holders = {part.before.coordinator for part in parts if part.before is not None} - {"", coordinator.name}
         return FleetResult(
             success=all(engine.success for engine in engines),
-            message="".join([self._message(strays, coordinator.lease_s, why), *map(held_by, sorted(holders))]),
+            message="".join([self._message(strays, coordinator.prepared_for_s, why), *map(held_by, sorted(holders))]),
             coordinator=", ".join(sorted(holders)),
             operation=self.request.operation,
             operation_id=self.id,

@@ -162,7 +162,7 @@ class RecordContent(Model):
         return ""
 
     def noting(
-        self, operation_id: str, known: Known, wish: Wanted | None = None, rest: Iterable[Wanted] = ()
+        self, operation_id: str, known: Known, wish: Wanted | None = None, rest: Sequence[Wanted] = ()
     ) -> RecordContent:
         """Return the record in which an operation does not run, and its id is known, its ``wish`` if that counts, and
         the ``rest`` of what its undo could not do. Ids that are too old or too many, and what the new wishes make void,
@@ -283,7 +283,7 @@ def wishes_for(member: Described, wanted: Iterable[Wanted], now: OccupationAnswe
     named = [wish for tag, wish in found.items() if tag is not None]
     common = COMMON_TAGS.intersection(tag.tag for tag in now.tags) if now is not None else COMMON_TAGS
     if None in found and named and common <= found.keys() and all(wish.state == "resident" for wish in named):
-        found[None] = named[-1]
+        found[None] = max(named, key=lambda wish: wish.order)
     return found
 
 
@@ -354,7 +354,7 @@ class Keeper:
         await self._change(lambda old: old.noting(operation_id, known, wish))
 
     async def ended(
-        self, operation_id: str, known: Known, wish: Wanted | None, rest: Iterable[Wanted], prepared_by: str
+        self, operation_id: str, known: Known, wish: Wanted | None, rest: Sequence[Wanted], prepared_by: str
     ) -> None:
         """Note that an operation has ended, what its id stands for, and what is wanted from now on, as
         ``RecordContent.noting``. One that was noted as running, ``prepared_by`` this key, and that another coordinator
