@@ -38,6 +38,12 @@ MODES = {
     "memsaver": {},
     "memsaver, --disable-custom-all-reduce": {"disable_custom_all_reduce": True},
 }
+#: What is asked of a release, by what the engine is then.
+STATES: dict[str, dict[str, Any]] = {
+    "asleep": {},
+    "asleep, NCCL kept": {"communicators": "keep"},
+    "hibernated": {"hibernate": True},
+}
 #: An engine has some time before its first sleep, and the driver some while it sleeps, seconds.
 IDLE_S = 1.0
 #: How long one mode may take, seconds.
@@ -126,9 +132,8 @@ def measure(options: argparse.Namespace) -> None:
     engine = Measured(options.model, options.child, options.ranks, options.utilization)
     result: dict[str, Any] = {
         "loaded_mib": engine.left(),
-        "seconds_per_token": engine.seconds_per_token(),
-        "asleep": [],
-        "hibernated": [],
+        "seconds_per_token": [engine.seconds_per_token() for _ in range(5)],
+        **{state: [] for state in STATES},
         "obstacles": "",
         "captures": 0,
     }
@@ -155,9 +160,9 @@ def measure(options: argparse.Namespace) -> None:
                 raise RuntimeError(response.text)
             phases[operation] = {phase["name"]: phase["seconds"] for phase in response.json()["phases"]}
 
-        for state, body, cycles in (("asleep", {}, options.cycles), ("hibernated", {"hibernate": True}, options.deep)):
+        for state, body in STATES.items():
             try:
-                for _ in range(cycles):
+                for _ in range(options.deep if state == "hibernated" else options.cycles):
                     row = engine.cycle(partial(post, "release", **body), partial(post, "resume"))
                     note(state, {**row, "phases": dict(phases)})
             except RuntimeError as error:
@@ -207,14 +212,18 @@ def to_markdown(result: dict[str, Any]) -> str:
     def left(rows: list[dict[str, Any]]) -> str:
         return ", ".join(f"{max(sizes):,.0f}" for sizes in zip(*(row["left_mib"] for row in rows), strict=True))
 
+    def each_token(seconds: list[float]) -> str:
+        error = statistics.stdev(seconds) / len(seconds) ** 0.5
+        return f"{statistics.mean(seconds) * 1e3:.3f} ± {error * 1e3:.3f}"
+
     def equal(rows: list[dict[str, Any]]) -> str:
         return f"{sum(row['tokens_equal'] and row['weights_equal'] for row in rows)} of {len(rows)}"
 
     table = [
         ("loaded, MiB on each GPU", [", ".join(f"{each:,.0f}" for each in e["loaded_mib"]) for e in engines.values()]),
-        ("ms for each token, one request", [f"{e['seconds_per_token'] * 1e3:.2f}" for e in engines.values()]),
+        ("ms for each token, one request", [each_token(e["seconds_per_token"]) for e in engines.values()]),
     ]
-    for state in ("asleep", "hibernated"):
+    for state in STATES:
         table += [
             (f"{state}: left on each GPU, MiB, at most", cells(state, left)),
             (f"{state}: sleep, s, median", cells(state, seconds("sleep", 1))),

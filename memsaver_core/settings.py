@@ -101,8 +101,10 @@ class CoreSettings(EnvironmentSettings):
         "the first 64 MiB of each tag, or 192 MiB of a tag of 1.3 GiB or more",
     )
     prepare_backup: bool = Field(True, description="pin memory for the first release in the background after load")
-    communicators: Literal["auto", "off"] = Field(
-        "auto", description="whether NCCL communicators are suspended with a release of all ranks; auto: if NCCL can"
+    communicators: Literal["auto", "keep", "off"] = Field(
+        "auto",
+        description="whether NCCL communicators are suspended with a release of everything; auto: if NCCL can; keep: "
+        "only if the release asks for it or hibernates; off: never",
     )
     kv_cache_piece: ByteSize = Field(
         ByteSize(0),

@@ -35,7 +35,7 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class _Call:
-    """The last call into NCCL, which may be under way still."""
+    """A call into NCCL, which may be under way still."""
 
     what: str
     name: str
@@ -50,7 +50,7 @@ class Communicators:
         self._registered: dict[str, Communicator] = {}
         self._counted: tuple[tuple[Communicator, CommunicatorStatus], ...] = ()
         self._shared: tuple[str, ...] = ()
-        self._late: _Call | None = None
+        self._late: dict[str, _Call] = {}
 
     def register(self, name: str, comm: int, *, ranks: int, rank: int, device: int | None = None) -> None:
         """Register a communicator that memsaver does not find by itself, so that it is suspended and resumed, too.
@@ -106,7 +106,7 @@ class Communicators:
 
     def usable(self) -> bool:
         """Return whether none is suspended, or being suspended or resumed. Calls no driver."""
-        return self._late is None and not any(status.suspended for status in self.statuses())
+        return not self._late and not any(status.suspended for status in self.statuses())
 
     def tag_status(self) -> TagStatus | None:
         """Return what was counted last as a tag; None if there are no communicators. Calls no driver."""
@@ -163,17 +163,15 @@ class Communicators:
             self._await_late(deadline)
             resuming = what == "resume"
             chosen = [(each, status) for each, status in self._chosen(names, resuming) if status.suspended is resuming]
-            moved = {}
             try:
-                for each, status in chosen:
-                    moved[each.name] = status.suspendable_bytes
+                for each, _ in chosen:
                     # It waits for the other ranks, in a thread that is left behind if they do not call it.
                     call = started(each.resume if resuming else each.suspend, f"memsaver-{what}")
-                    self._late = _Call(what, each.name, call)
-                    self._await_late(deadline)
+                    self._late[each.name] = _Call(what, each.name, call)
+                self._await_late(deadline)
             finally:
                 self._count()
-            return moved
+            return {each.name: status.suspendable_bytes for each, status in chosen}
 
     def _check_free(self, name: str) -> None:
         if name in self._registered:
@@ -203,8 +201,8 @@ class Communicators:
 
     def _status(self, each: Communicator) -> CommunicatorStatus:
         about = {"name": each.name, "ranks": each.ranks, "rank": each.rank}
-        if self._late is not None and self._late.name == each.name and not self._late.outcome.done():
-            why = f"its {self._late.what} has not returned, because another rank has not called it"
+        if (late := self._late.get(each.name)) is not None and not late.outcome.done():
+            why = f"its {late.what} has not returned, because another rank has not called it"
             return CommunicatorStatus(**about, obstacle=why)
         if reason := _unable(each):
             return CommunicatorStatus(**about, obstacle=reason)
@@ -223,20 +221,21 @@ class Communicators:
         )
 
     def _await_late(self, deadline: float) -> None:
-        """Wait for the call into NCCL that has not returned, if any; an earlier operation may have made it."""
-        if (call := self._late) is None:
-            return
-        try:
-            call.outcome.result(max(0.0, deadline - time.monotonic()))
-        except FutureTimeoutError:
-            raise MemsaverError(
-                f"the {call.what} of communicator {call.name} has not returned: another rank has not called it. It is "
-                "still waited for; restart the engine if that rank is gone"
-            ) from None
-        except (MemsaverError, RuntimeError) as error:
-            self._late = None
-            raise MemsaverError(f"the {call.what} of communicator {call.name} failed: {error}") from error
-        self._late = None
+        """Wait for the calls into NCCL that have not returned, if any; an earlier operation may have made them."""
+        failures = []
+        for call in tuple(self._late.values()):
+            try:
+                call.outcome.result(max(0.0, deadline - time.monotonic()))
+            except FutureTimeoutError:
+                raise MemsaverError(
+                    f"the {call.what} of communicator {call.name} has not returned: another rank has not called it. "
+                    "It is still waited for; restart the engine if that rank is gone"
+                ) from None
+            except (MemsaverError, RuntimeError) as error:
+                failures.append(f"the {call.what} of communicator {call.name} failed: {error}")
+            del self._late[call.name]
+        if failures:
+            raise MemsaverError("; ".join(failures))
 
 
 def _unable(each: Communicator) -> str:

@@ -19,7 +19,7 @@ from typing_extensions import Self
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.phases import OperationName as OperationName
 from memsaver_core.contract.phases import Verb as Verb
-from memsaver_core.contract.policies import RestorePolicy
+from memsaver_core.contract.policies import COMMUNICATORS, RestorePolicy
 
 OPPOSITE: dict[OperationName, Verb] = {"release": "resume", "resume": "release"}
 #: The state of the memory that each leaves.
@@ -96,6 +96,15 @@ class MemoryRequest(Tagged):
     hibernate: Annotated[bool, Acts("core", lasting=True)] = Field(
         default=False, description="Release the CUDA context last; any resume restores it."
     )
+    communicators: Annotated[Literal["suspend", "keep"] | None, Acts("core", lasting=True)] = Field(
+        default=None, description="What NCCL holds: suspend it, or keep it: faster; see MEMSAVER_COMMUNICATORS."
+    )
+
+    @model_validator(mode="after")
+    def _suspended_with_the_context(self) -> Self:
+        if self.communicators == "keep" and (self.hibernate or COMMUNICATORS in self.tags):
+            raise ValueError('"communicators": "keep" contradicts hibernate and the tag communicators: leave it out')
+        return self
 
     @property
     def trims(self) -> bool:

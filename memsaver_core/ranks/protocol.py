@@ -16,7 +16,7 @@ from memsaver_core.contract.requests import MemoryRequest, Verb
 from memsaver_core.contract.status import CommunicatorStatus, DeviceMemory, Status
 
 #: Raised with every change of a message; the service and all ranks must have the same.
-VERSION = 7
+VERSION = 8
 
 #: A message as plain data.
 Plain = dict[str, Any]
@@ -63,11 +63,13 @@ class GiveBackReserved:
 @dataclass(frozen=True)
 class MoveCommunicators:
     """Suspend (in a release) or resume the communicators ``names``, together with all other ranks, each of which has
-    said in its plan that it will. Reported as the tag ``communicators``."""
+    said in its plan that it will. Reported as the tag ``communicators``. ``begin`` starts it and returns at once: NCCL
+    works while tags are moved. The same message without it waits for the end."""
 
     operation: Verb
     names: tuple[str, ...]
     timeout_s: float
+    begin: bool = False
 
 
 @dataclass(frozen=True)

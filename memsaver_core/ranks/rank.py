@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 import memsaver_core as ms
 from memsaver_core import communicators, hibernation, process
@@ -20,6 +21,7 @@ from memsaver_core.ranks import protocol
 from memsaver_core.ranks.plans import plan_release, plan_resume
 from memsaver_core.ranks.progress import ProgressRecord
 from memsaver_core.ranks.protocol import ANSWERS, REQUESTS, Answer, Failure, Introduction, Plain, Plan
+from memsaver_core.rendezvous import started
 
 _NOTHING_RESUMED = OperationReport(operation="resume")
 
@@ -41,6 +43,7 @@ class Rank:
     def __init__(self) -> None:
         self._failed_phase = ""
         self._lending: Lending | None = None
+        self._moving: Future[int] | None = None
 
     def enabled(self) -> bool:
         """Return whether memsaver manages the memory of this rank."""
@@ -95,8 +98,8 @@ class Rank:
             case protocol.GiveBackReserved():
                 ms.give_back_reserved()
                 return _NOTHING_RESUMED
-            case protocol.MoveCommunicators(operation, names, timeout_s):
-                return self._communicate(operation, names, timeout_s)
+            case protocol.MoveCommunicators():
+                return self._communicate(request)
             case protocol.HibernationStep(step):
                 return self._hibernate(step)
             case protocol.WriteAsleep("lend", tag, processes):
@@ -139,19 +142,22 @@ class Rank:
     def _progress(self) -> ProgressRecord:
         return ProgressRecord()
 
-    def _communicate(self, operation: Verb, names: Sequence[str], timeout_s: float) -> OperationReport:
-        """Suspend or resume those of ``names`` that this process has."""
-        resuming = operation == "resume"
-        act = communicators.resume if resuming else communicators.suspend
+    def _communicate(self, request: protocol.MoveCommunicators) -> OperationReport:
+        """Suspend or resume those of its communicators that this process has."""
+        resuming = request.operation == "resume"
 
         def held(counted: Iterable[CommunicatorStatus]) -> dict[str, int]:
-            return {each.name: each.suspendable_bytes for each in counted if each.name in names}
+            return {each.name: each.suspendable_bytes for each in counted if each.name in request.names}
+
+        def move() -> int:
+            before = held(communicators.found())
+            act = communicators.resume if resuming else communicators.suspend
+            act(tuple(before), request.timeout_s)
+            return abs(sum(held(communicators.statuses()).values()) - sum(before.values()))  # counted by the call
 
         def operate(log: ms.PhaseLog) -> OperationReport:
             with log.phase(Phase.RESUME_COMMUNICATORS if resuming else Phase.SUSPEND_COMMUNICATORS):
-                before = held(communicators.found())
-                act(tuple(before), timeout_s)
-                moved = abs(sum(held(communicators.statuses()).values()) - sum(before.values()))  # counted by the call
+                moved = moving.result()
             tag = TagReport(
                 tag=COMMUNICATORS,
                 restore=policy_for(COMMUNICATORS, None).value,
@@ -160,9 +166,11 @@ class Rank:
                 released_bytes=0 if resuming else moved,
                 resumed_bytes=moved if resuming else 0,
             )
-            return log.report(operation, (tag,))
+            return log.report(request.operation, (tag,))
 
-        return self.followed(operate)
+        moving = self._moving or started(move, "memsaver-communicators")
+        self._moving = moving if request.begin else None
+        return OperationReport(operation=request.operation) if request.begin else self.followed(operate)
 
     def _hibernate(self, step: str) -> OperationReport:
         operation, phase = _STEPS[step]

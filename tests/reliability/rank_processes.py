@@ -41,7 +41,7 @@ def step_of(request: protocol.Request) -> str:
             return f"prepare {operation}"
         case protocol.Move("resume"):
             return "resume"
-        case protocol.MoveCommunicators(operation):
+        case protocol.MoveCommunicators(operation, begin=False):
             return f"communicators {operation}"
         case protocol.HibernationStep(step):
             return step

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from pydantic import ValidationError
 
 from memsaver_core import (
     DriverError,
@@ -11,8 +14,10 @@ from memsaver_core import (
     PhaseLog,
     RestorePolicy,
     UnsupportedError,
+    process,
 )
 from memsaver_core.contract.requests import MemoryRequest, Tagged
+from memsaver_core.settings import CoreSettings
 from memsaver_server.ranks import memory as rank_memory
 from tests.reliability.conftest import Start
 from tests.reliability.rank_engine import KEPT, RANKS, Group
@@ -33,7 +38,7 @@ def test_the_steps_are_taken_in_order(start: Start) -> None:
     report = memory.release(MemoryRequest(hibernate=True))
     names = [phase.name for phase in report.phases]
     assert [name for name in names if name in ("pause", "suspend_communicators", "lock", "hibernate")] == [
-        *("pause", "suspend_communicators", "pause", "lock", "hibernate")
+        *("pause", "pause", "suspend_communicators", "lock", "hibernate")
     ]
     tags = {tag.tag: tag for tag in report.tags}
     assert tags["communicators"].released_bytes == RANKS * (8 << 20)
@@ -42,7 +47,7 @@ def test_the_steps_are_taken_in_order(start: Start) -> None:
     again = memory.release(MemoryRequest(hibernate=True))
     assert again.released_bytes == 0
     report = memory.resume(Tagged(tags=("kv_cache",)))
-    assert [phase.name for phase in report.phases] == ["wake", "unlock", "resume_communicators", "restore"]
+    assert [phase.name for phase in report.phases] == ["wake", "unlock", "restore", "resume_communicators"]
     assert released(group) == [{"weights", "disk", "t"}] * RANKS
     memory.resume(Tagged())
     assert content(group, *KEPT) == before
@@ -178,6 +183,29 @@ def test_communicators_that_must_stay_stay_and_prevent_a_hibernation(start: Star
     assert released(group) == [set()] * RANKS
     memory.release(MemoryRequest())
     assert released(group) == [{"weights", "disk", "kv_cache", "t"}] * RANKS
+
+
+@pytest.mark.parametrize(("setting", "communicators"), [("keep", None), ("auto", "keep")])
+def test_communicators_are_kept_if_asked(
+    start: Start, monkeypatch: pytest.MonkeyPatch, setting: Any, communicators: Any
+) -> None:
+    """By a setting or by the caller; a hibernation suspends them."""
+    monkeypatch.setattr(process, "settings", lambda: CoreSettings(communicators=setting))
+    group, memory = start(communicators=setting)
+    kept = MemoryRequest(communicators=communicators)
+    memory.release(kept)
+    assert released(group) == [{"weights", "disk", "kv_cache", "t"}] * RANKS
+    memory.resume(Tagged())
+    assert released(group) == [set()] * RANKS
+    memory.release(MemoryRequest(communicators="suspend"))
+    assert all("communicators" in each for each in released(group))
+    memory.resume(Tagged())
+    memory.release(MemoryRequest(hibernate=True))
+    memory.resume(Tagged())
+    assert released(group) == [set()] * RANKS
+    for contradiction in ({"hibernate": True}, {"tags": ("communicators",)}):
+        with pytest.raises(ValidationError, match="contradicts hibernate"):
+            MemoryRequest(communicators="keep", **contradiction)
 
 
 def test_communicators_are_released_alone_or_with_everything(start: Start) -> None:

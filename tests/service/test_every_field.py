@@ -41,6 +41,7 @@ VALUES: dict[str, Any] = {
     "wait_for_memory_s": 2.5,
     "weights_version": "step-12",
     "kv_cache": "shrink",
+    "communicators": "keep",
     "selector": {"names": ["a"]},
     "model": "m",
     "fleet_mode": "best_effort",

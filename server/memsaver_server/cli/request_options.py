@@ -37,6 +37,12 @@ class Release(Options):
         None, "--trim/--no-trim", help="Also release what libraries cache; by default only when hibernating."
     )
     hibernate: bool = typer.Option(False, "--hibernate", help="Release the CUDA context last; any resume restores it.")
+    communicators: str | None = typer.Option(
+        None,
+        "--communicators",
+        help="What NCCL holds: suspend it, or keep it: faster; see MEMSAVER_COMMUNICATORS.",
+        metavar="suspend|keep",
+    )
     timeout_s: float | None = typer.Option(
         None,
         "--timeout",
@@ -91,6 +97,7 @@ class FleetRelease(Options):
     restore: list[str] | None = Release.restore
     trim: bool | None = Release.trim
     hibernate: bool = Release.hibernate
+    communicators: str | None = Release.communicators
     timeout_s: float | None = Release.timeout_s
     mode: str | None = Release.mode
 

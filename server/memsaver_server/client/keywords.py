@@ -17,6 +17,7 @@ class ReleaseKeywords(TypedDict, total=False):
     restore: Mapping[str, str] | None
     trim: bool | None
     hibernate: bool | None
+    communicators: Literal["suspend", "keep"] | None
     timeout_s: float | None
     mode: Literal["wait", "abort", "keep"] | None
     at_least_bytes: int | None

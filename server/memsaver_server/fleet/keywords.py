@@ -16,6 +16,7 @@ class FleetReleaseKeywords(TypedDict, total=False):
     restore: Mapping[str, str] | None
     trim: bool | None
     hibernate: bool | None
+    communicators: Literal["suspend", "keep"] | None
     timeout_s: float | None
     mode: Literal["all", "best_effort", "wait", "abort", "keep"] | None
     drain: Literal["wait", "abort", "keep"] | None

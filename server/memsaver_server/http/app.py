@@ -54,8 +54,8 @@ def application(
     app.state.memsaver = service
     app.add_middleware(FairnessMiddleware, queue=service.fair_queue, kind_of=partial(kind_of, settings))
     app.add_middleware(ShutdownMiddleware, closing=controller.closing)
-    for router in routers:
-        app.include_router(router)
+    # As they are: included, FastAPI would build them again for each application, which takes 0.05 s.
+    app.router.routes.extend(route for router in routers for route in router.routes)
     app.add_exception_handler(MemsaverError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http)
     app.add_exception_handler(ClientGoneError, _answer_nobody)

@@ -1,7 +1,7 @@
 """The memory of an engine whose processes are others than this one.
 
-Release: prepare -> tags whose content is kept -> communicators -> the other tags -> lock -> checkpoint.
-Resume: prepare -> restore -> unlock -> communicators -> tags.
+Release: prepare -> tags whose content is kept -> the other tags -> lock -> checkpoint; communicators beside the tags.
+Resume: prepare -> restore -> unlock -> tags, and communicators beside them.
 Each step is taken on all ranks before any rank takes the next one.
 """
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
-from memsaver_core import PhaseLog
+from memsaver_core import PhaseLog, process
 from memsaver_core.contract import errors
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.policies import COMMUNICATORS, WELL_KNOWN_TAGS, RestorePolicy, keeps_all, keeps_any
@@ -216,11 +216,10 @@ class RankMemory(Group):
             if self.hibernated:
                 self._take_hibernation(steps, "restore", Phase.WAKE, "checkpoint")
                 self._take_hibernation(steps, "unlock", Phase.UNLOCK, "lock")
-            if names := _suspended(plans.values()):
-                self._take_communicators(steps, "resume", names)
-            before = self.statuses
-            act = partial(self.ask, Move("resume", memory))
-            steps.take("resume", Phase.RESTORE, act, lambda: self._release_again(before))
+            with self._moving_communicators(steps, "resume", _suspended(plans.values())):
+                before = self.statuses
+                act = partial(self.ask, Move("resume", memory))
+                steps.take("resume", Phase.RESTORE, act, lambda: self._release_again(before))
         for tag in merged_tags(tag for report in steps.reports for tag in report.tags):
             if tag.resumed_bytes:
                 self._overrides.pop(tag.tag, None)
@@ -272,12 +271,11 @@ class RankMemory(Group):
         rest = tuple(tag for tag in asked if tag not in kept and tag != COMMUNICATORS)
         if not self.several and not communicators:
             kept, rest = (), kept + rest
-        if kept:
-            self._take_release(steps, "kept content", _awake(request, kept, request.trims and not rest))
-        if communicators:
-            self._take_communicators(steps, "release", communicators)
-        if rest:
-            self._take_release(steps, "discarded content", _awake(request, rest, request.trims))
+        with self._moving_communicators(steps, "release", communicators):
+            if kept:
+                self._take_release(steps, "kept content", _awake(request, kept, request.trims and not rest))
+            if rest:
+                self._take_release(steps, "discarded content", _awake(request, rest, request.trims))
         if request.hibernate:
             self._take_hibernation(steps, "lock", Phase.LOCK, "unlock")
             self._take_hibernation(steps, "checkpoint", Phase.HIBERNATE, "restore")
@@ -287,21 +285,25 @@ class RankMemory(Group):
         undo = partial(self._resume_again, before, request)
         steps.take(f"release of {what}", Phase.PAUSE, partial(self.release_awake, request), undo)
 
-    def _take_communicators(self, steps: Steps, operation: Verb, names: tuple[str, ...]) -> None:
-        """NCCL times out first, so that ranks can report who is missing. To undo it, all ranks call again: those inside
-        return only when the last one has entered."""
+    @contextmanager
+    def _moving_communicators(self, steps: Steps, operation: Verb, names: tuple[str, ...]) -> Iterator[None]:
+        """Suspend or resume ``names`` while the steps in the block are taken. NCCL times out first, so that ranks can
+        report who is missing. To undo it, all ranks call again: those inside return only when the last one has
+        entered."""
         limit = self.deadlines.communicators_s
-
-        def move(verb: Verb) -> list[Answer]:
-            return self.ask(MoveCommunicators(verb, names, limit), 1.5 * limit)
-
         releasing = operation == "release"
-        steps.take(
-            f"{'suspend' if releasing else 'resume'} of communicators",
-            Phase.SUSPEND_COMMUNICATORS if releasing else Phase.RESUME_COMMUNICATORS,
-            lambda: move(operation),
-            lambda: move(operation) and move("resume" if releasing else "release"),
-        )
+        name = f"{'suspend' if releasing else 'resume'} of communicators"
+        phase = Phase.SUSPEND_COMMUNICATORS if releasing else Phase.RESUME_COMMUNICATORS
+
+        def move(verb: Verb, begin: bool = False) -> list[Answer]:
+            return self.ask(MoveCommunicators(verb, names, limit, begin), 1.5 * limit)
+
+        if names:
+            undo = partial(move, "resume" if releasing else "release")
+            steps.take(name, phase, lambda: move(operation, begin=True), lambda: move(operation) and undo())
+        yield
+        if names:
+            steps.take(name, phase, lambda: move(operation), list)
 
     def _take_hibernation(self, steps: Steps, step: _Step, phase: Phase, undo: _Step) -> None:
         def act(step: _Step) -> Act:
@@ -348,8 +350,9 @@ class RankMemory(Group):
             if found or reasons:
                 obstacles = "; ".join(dict.fromkeys([*found, *reasons]))
                 raise errors.UnsupportedError(f"the engine cannot be hibernated: {obstacles}; nothing was released")
-        asked = request.hibernate or not request.tags or COMMUNICATORS in request.tags
-        return names if asked else ()
+        asked = request.communicators or ("keep" if process.settings().communicators == "keep" else "suspend")
+        by_name = request.hibernate or COMMUNICATORS in request.tags
+        return names if by_name or (not request.tags and asked == "suspend") else ()
 
     def _of_ranks(self, said: Mapping[int, Sequence[str]]) -> list[str]:
         """Return what each rank said, with its number if there are several."""
