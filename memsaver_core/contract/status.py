@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,6 +71,14 @@ class TagOccupation(Model):
     kept_bytes: int = Field(default=0, description="what these backups take: less if packed, nothing for zeros")
     allocations: int = Field(description="number of live allocations (torch's segments)")
     chunks: int = Field(description="number of physical handles")
+
+
+def discarded(tags: Iterable[str]) -> str:
+    """Return why an engine serves no request although all its memory is resident, and what to do."""
+    return (
+        f"the content of {', '.join(sorted(tags))} was discarded by a release; write it by the engine's weight update, "
+        "or POST /content_written once it is written in another way"
+    )
 
 
 class TagStatus(TagOccupation):
@@ -254,6 +262,11 @@ class OccupationAnswer(Model):
     host_bytes: int = Field(default=0, description="Memory of the machine, of a fleet that of all its machines.")
     ranks: tuple[RankStatus, ...] = ()
 
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """The tags whose content must be written again."""
+        return tuple(tag.tag for tag in self.tags if tag.content == "lost")
+
 
 class MemberRow(Model):
     """One engine of a fleet now."""
@@ -282,6 +295,7 @@ class FleetOccupation(OccupationAnswer):
     """What the engines hold together, and each of them."""
 
     engines: tuple[EngineRow, ...]
+    error: str = Field(default="", description="Why the members or the record cannot be read; empty if they can.")
 
 
 class HealthAnswer(Model):

@@ -11,6 +11,7 @@ os.environ.setdefault("MEMSAVER_HOST_CAPACITY", str(64 << 20))  # so that tests 
 
 import httpx
 import pytest
+import torch
 
 from memsaver_server import Attachment, Settings, attach
 from memsaver_server.fleet import Fleet, Member, StaticMembership
@@ -59,6 +60,11 @@ class Site:
         free: int = self.http.get("/memory_occupation").json()["devices"][0]["free_bytes"]
         return free
 
+    def write(self) -> None:
+        """Write what was lost."""
+        self.engine.weights.copy_(torch.arange(len(self.engine.weights)))
+        self.http.post("/content_written", json={}).raise_for_status()
+
     def reset(self) -> None:
         self.wire.heal()
         self.wire.seen.clear()
@@ -66,6 +72,7 @@ class Site:
         controller = self.attachment._server.config.app.state.memsaver.controller  # type: ignore[union-attr]
         controller._held.clear()  # coordinators of this test, for 30 s
         self.http.post("/resume_memory_occupation", json={"wait": True}).raise_for_status()
+        self.write()
         wait_until(lambda: self.is_serving)
 
 

@@ -68,6 +68,23 @@ def test_failures(members: str, sites: Sites, tmp_path: Path) -> None:
         assert memsaver("release", *arguments)[0] == 2
 
 
+def test_content_that_is_lost_is_in_the_exit_code(members: str, sites: Sites) -> None:
+    """Whoever is asked: each said that all was well."""
+    discard = ["--name", "b", "--restore", "weights=discard"]
+    assert memsaver("release", "--members", members, *discard)[0] == 0
+    assert memsaver("status", "--members", members)[0] == 0
+    code, output = memsaver("resume", "--members", members)
+    assert (code, "Content to be written again: weights of b" in output) == (0, True)
+    with served([site.member for site in sites.values()]) as http:
+        at = ["--url", str(http.base_url)]
+        for command in (["fleet", "status", "--members", members], ["status", *at], ["top", *at]):
+            ran = CliRunner().invoke(app, command)
+            assert (ran.exit_code, "b: it serves no request: the content of weights" in ran.output) == (3, True)
+        sites["b"].write()
+        assert [CliRunner().invoke(app, [command, *at]).exit_code for command in ("status", "top")] == [0, 0]
+    assert memsaver("status", "--members", members)[0] == 0
+
+
 def test_options_reach_every_engine(members: str, sites: Sites) -> None:
     options = ["--restore", "weights=discard", "--no-trim", "--mode", "abort", "--timeout", "7"]
     assert memsaver("release", "--members", members, "kv_cache", *options)[0] == 0

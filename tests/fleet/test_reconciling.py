@@ -208,6 +208,20 @@ def test_weights_that_a_caller_excluded_are_not_served(
         assert sum(message.startswith(f"engine c: {why}") for message in caplog.messages) == 1
 
 
+def test_content_that_is_lost_is_logged_once(fleet: Fleet, sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
+    assert fleet.release(Selector(names=("b",)), restore={"weights": "discard"}).success
+    assert not fleet.reconcile(), "it is asleep, as it is wanted"
+    assert fleet.resume().success
+    for _ in range(2):
+        found = [(each.name, each.kind, each.lost) for each in fleet.reconcile()]
+        assert found == [("b", "admission_closed", ("weights",))]
+    sites["b"].write()
+    assert not fleet.reconcile()
+    wait_until(lambda: "engine b is as wanted again" in caplog.messages)
+    why = "engine b: it serves no request: the content of weights was discarded by a release; write it by "
+    assert sum(message.startswith(why) for message in caplog.messages) == 1
+
+
 def test_a_request_wakes_weights_of_the_version_that_was_demanded(sites: Sites) -> None:
     """By a resume of one tag or of all; a resume or a release of the weights without a version ends it."""
     a = sites["a"]

@@ -144,6 +144,25 @@ def test_advice_is_what_helps(fleet: httpx.Client, sites: Sites) -> None:
     assert "Try again when it is done. All engines are as before" in refused.json()["message"]
 
 
+@pytest.mark.parametrize("mode", ["all", "best_effort"])
+def test_every_operation_names_what_has_to_be_written(fleet: httpx.Client, sites: Sites, mode: str) -> None:
+    """Only those did that had failed."""
+    asked = {"fleet_mode": mode, "restore": {"weights": "discard"}}
+    lost = "Content to be written again: weights of a; weights of b"
+    for path, body, done in (
+        ("/release_memory_occupation", {**SELECTED, **asked}, "released on 2 engines"),
+        ("/resume_memory_occupation", {"fleet_mode": mode}, "resumed on 3 engines"),
+    ):
+        answer = fleet.post(path, json=body).json()
+        assert (answer["success"], answer["message"]) == (True, f"{done}. {lost}")
+        assert [each["lost"] for each in answer["engines"]][:2] == [["weights"]] * 2
+    assert answer["engines"][2]["lost"] == []
+    for name in "ab":
+        sites[name].write()
+    again = fleet.post("/resume_memory_occupation", json={"fleet_mode": mode}).json()
+    assert again["message"] == "resumed on 3 engines"
+
+
 def test_a_query_names_one_model(fleet: httpx.Client) -> None:
     for path in ("/flush_cache", "/v1/completions"):
         refused = fleet.post(f"{path}?model=a&model=b", json={})

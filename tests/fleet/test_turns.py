@@ -362,18 +362,23 @@ def test_what_a_caller_released_stays_so_until_it_is_resumed(engines: tuple[Engi
 def test_members_that_cannot_be_read_are_logged_in_a_sentence(
     engines: tuple[Engine, Engine], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was a traceback for each request, as of an error in the program."""
+    """It was a traceback for each request, as of an error in the program. And requests waited for others to make room,
+    which they cannot then."""
     path, line = tmp_path / "members.yaml", "- {{name: {0.name}, url: '{0.url}', model: {0.name}}}\n"
     path.write_text("".join(line.format(engine.member) for engine in engines))
-    with served(StaticMembership(path), {"*": ModelOptions(awake_s=0.0)}) as http:
+    with served(StaticMembership(path), {"*": ModelOptions(awake_s=3600, wait_s=60)}) as http:
         assert tokens(http, "beta")
         path.write_text("no list")
-        refused = http.post("/v1/completions", json=asked("alpha"))
-        assert refused.status_code == 503
-        assert "memory could not be moved: " in refused.json()["message"]
-        logged = lambda: [each for each in caplog.records if each.message.startswith("turns: ")]  # noqa: E731
+        for _ in range(2):
+            refused = http.post("/v1/completions", json=asked("alpha"))
+            assert refused.status_code == 503
+            assert "no memory can be moved now: " in refused.json()["message"]
+            assert tokens(http, "beta")
+        said = "the fleet cannot be looked at: "
+        logged = lambda: [each for each in caplog.records if each.message.startswith(said)]  # noqa: E731
         wait_until(logged)  # written by a thread
     assert [(each.exc_info, f"{path} is no list of members" in each.message) for each in logged()] == [(None, True)]
+    assert not any(each.message.startswith("turns: ") for each in caplog.records)
 
 
 def exclude(http: httpx.Client, model: str) -> None:
@@ -479,6 +484,50 @@ def test_an_engine_that_comes_back_while_a_caller_keeps_it_released_gets_no_requ
             refused = http.post("/v1/completions", json=asked("beta"))
             assert (refused.status_code, "a caller has released it" in refused.text) == (503, True)
         assert beta.seen("begun") == begun
+
+
+def test_weights_that_are_lost_serve_no_request(engines: tuple[Engine, Engine]) -> None:
+    """A request waited for as long as it may, and nothing named the engine."""
+    _, beta = engines
+    with turns(engines, wait_s=60) as http, ThreadPoolExecutor(2) as pool:
+        discarded = {"model": "beta", "restore": {"weights": "discard"}}
+        http.post("/release_memory_occupation", json=discarded).raise_for_status()
+        http.post("/resume_memory_occupation", json={"model": "beta"}).raise_for_status()
+        why = beta.http.get("/memory_occupation").json()["admission"]["reason"]
+        assert "POST /content_written" in why
+        refused = http.post("/v1/completions", json=asked("beta"))
+        assert (refused.status_code, f"no engine of 'beta' can serve now: beta: it serves no request: {why}") == (
+            503,
+            refused.json()["message"],
+        )
+        rows = {row["name"]: row["error"] for row in http.get("/memory_occupation").json()["engines"]}
+        assert rows == {"alpha": "", "beta": f"it serves no request: {why}"}
+        updating = pool.submit(beta.http.post, "/update_weights_from_disk", json={"model_path": "any"})
+        try:
+            wait_until(lambda: http.get("/memory_occupation").json()["updating"])
+            asking = pool.submit(tokens, http, "beta")
+            wait_until(lambda: waiting(http, "beta") == 1)
+        finally:
+            beta.ask("go")
+        assert updating.result().is_success
+        assert asking.result()
+        assert not any(row["error"] for row in http.get("/memory_occupation").json()["engines"])
+
+
+def test_no_request_waits_for_what_was_prepared_while_a_caller_keeps_an_engine_released(
+    engines: tuple[Engine, Engine],
+) -> None:
+    _, beta = engines
+    with turns(engines, wait_s=60) as http:
+        http.post("/release_memory_occupation", json={"model": "beta"}).raise_for_status()
+        prepare = {"prepare": True, "lease_s": 600}
+        prepared = beta.http.post("/resume_memory_occupation", json=prepare, headers={"Idempotency-Key": "k"})
+        prepared.raise_for_status()
+        wait_until(lambda: "prepared" in str(http.get("/memory_occupation").json()["engines"]))
+        refused = http.post("/v1/completions", json=asked("beta"))
+        assert (refused.status_code, "a caller has released it" in refused.text) == (503, True), refused.text
+        abort = f"/operations/{prepared.json()['operation_id']}/abort"
+        beta.http.post(abort, headers={"Idempotency-Key": "k"}).raise_for_status()
 
 
 def test_no_request_meets_weights_that_an_update_brings_against_a_demand(engines: tuple[Engine, Engine]) -> None:

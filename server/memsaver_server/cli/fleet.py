@@ -18,7 +18,7 @@ from memsaver_server.cli import serving
 from memsaver_server.cli.connection import exit_code, print_error
 from memsaver_server.cli.options import ExitCode, Interval, Json, Options, Tags, grouped
 from memsaver_server.cli.request_options import FleetRelease, FleetResume, Selector
-from memsaver_server.cli.tables import fleet_result_view, fleet_status_view, make_console, plain, show
+from memsaver_server.cli.tables import all_answer, fleet_result_view, fleet_status_view, make_console, plain, show
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -71,7 +71,7 @@ def status(engines: Engines, as_json: Json = False) -> None:
     with _coordinating(engines, engines.record) as coordinator:
         now = coordinator.status(engines.selector())
     show(now, fleet_status_view, as_json=as_json)
-    if not all(engine.alive for engine in now.engines):
+    if not all_answer(now):
         raise typer.Exit(ExitCode.UNREACHABLE)
 
 

@@ -327,8 +327,8 @@ def fleet_result_view(result: FleetResult) -> RenderableType:
     return Group(_outcome(result), "", table, *_wrong(result.failed))
 
 
-def all_answer(occupation: status.OccupationAnswer) -> bool:
-    return not any(engine.error for engine in getattr(occupation, "engines", ()))
+def all_answer(occupation: status.OccupationAnswer | FleetStatus) -> bool:
+    return not any(getattr(each, "error", "") for each in (occupation, *getattr(occupation, "engines", ())))
 
 
 _ENGINE_COLUMNS = ("engine", "state", "wanted", "model", "host", ">on device", ">released", "GPUs")

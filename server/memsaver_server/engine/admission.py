@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from memsaver_core.contract.errors import PauseEndedError
-from memsaver_core.contract.status import Status
+from memsaver_core.contract.status import Status, discarded
 from memsaver_server.engine import DataParallelEngine, Engine, Memory
 from memsaver_server.engine.tag_selection import asleep_dp_ranks, released_tags
 from memsaver_server.settings import Settings
@@ -55,7 +55,7 @@ class Admission:
             if self._to_repair:
                 return f"{', '.join(sorted(self._to_repair))} came back but could not be repaired; resume again"
             if unwritten := self.unwritten(status):
-                return _unwritten_reason(unwritten)
+                return discarded(unwritten)
             return self._unverified or ("generation is paused" if self._paused or self._pausing else "")
 
     def needs_repair(self) -> bool:
@@ -146,7 +146,7 @@ class Admission:
             self._lost.difference_update(set(lost) - released_tags(self._memory.status()))  # of other dp ranks
             self._unwritten.difference_update(rebuilt or ())
             if unwritten := self._unwritten.intersection(lost):
-                logger.warning(_unwritten_reason(unwritten))
+                logger.warning(discarded(unwritten))
 
     def _update(self) -> str:
         status = self._memory.status()
@@ -165,13 +165,6 @@ class Admission:
         closed_otherwise = self._operation or released_tags(status) or self.unwritten(status)
         paused_only = (self._paused or self._pausing) and not closed_otherwise
         return self._settings.queue_limit if paused_only or self._settings.while_released == "queue" else 0
-
-
-def _unwritten_reason(tags: Iterable[str]) -> str:
-    return (
-        f"the content of {', '.join(sorted(tags))} was discarded by a release; write it by the engine's weight update, "
-        "or POST /content_written once it is written in another way"
-    )
 
 
 def failed_for_good(status: Status) -> str:

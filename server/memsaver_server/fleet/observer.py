@@ -48,7 +48,7 @@ class Observer:
         self.status = FleetStatus(state="", engines=[], wanted=[], demands=[])
         self.members: dict[str, Member] = {}
         self.keys: dict[str, str | None] = {}  # of the engines, by name
-        self.trouble = "the engines have not been asked yet"  # why the fleet cannot be looked at; empty if it can
+        self.trouble = ""  # why members or record cannot be read: ``status`` is of those last read; empty if they can
         #: Device memory in use on all GPUs together, bytes; ``at`` is seconds since the epoch.
         self.readings: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
@@ -65,8 +65,7 @@ class Observer:
         """
         began = clock.monotonic()
         try:
-            self.members = {member.name: member for member in await self._roster.members()}
-            self._record = await self._fleet.record()
+            trouble = await self._read()
             named = set(names or ())
             near = {each: self.members[each] for each in self.members if names is None or each in self._near(named)}
             asks = [(member, *self._roster.asking(member, anew=name in named)) for name, member in near.items()]
@@ -76,13 +75,10 @@ class Observer:
                     self._take(at, ask)
                 else:
                     ask.add_done_callback(partial(self._late, at))
-        except FleetUnknownError as error:
-            self._complain(str(error))
-            return
         except Exception as error:  # the next look may succeed; until then nothing that was seen counts
-            self._complain(f"internal error, {type(error).__name__}: {error}", error)
+            self._note(f"internal error, {type(error).__name__}: {error}", error)
             return
-        self.trouble = ""
+        self._note(trouble)
         self._took_s = clock.monotonic() - began
         self._show()
         if names is None:
@@ -116,7 +112,7 @@ class Observer:
             hibernated=bool(seen) and all(one.hibernated for one in seen),
             engine=f"fleet of {len(status.engines)}",
             model=", ".join(sorted({engine.model for engine in status.engines if engine.model})),
-            admission=AdmissionStatus(open=is_open, reason=reason),
+            admission=AdmissionStatus(open=not reason, reason=reason),
             operation_id=running,
             updating=any(one.updating for one in seen),
             tags=_tags(status),
@@ -131,12 +127,22 @@ class Observer:
             wanted=tuple(status.wanted),
             demands=tuple(status.demands),
             progress=status.progress,
+            error=self.trouble,
         )
 
     async def keep(self) -> None:
         while True:
             await self.look()
             await asyncio.sleep(max(INTERVAL_S, (SHARE - 1) * self._took_s))
+
+    async def _read(self) -> str:
+        """Read the record, then the members; return why they cannot be read: what was not is as last read."""
+        try:
+            self._record = await self._fleet.record()
+            self.members = {member.name: member for member in await self._roster.members()}
+        except FleetUnknownError as error:
+            return str(error)
+        return ""
 
     def _take(self, at: float, ask: asyncio.Task[Part]) -> None:
         """Store the result of a look at one engine, unless that of a later look is stored already."""
@@ -169,9 +175,11 @@ class Observer:
         gpus = {gpu for engine in self.status.engines if engine.name in names for gpu in engine.gpus}
         return names | {engine.name for engine in self.status.engines if gpus & set(engine.gpus)}
 
-    def _complain(self, trouble: str, bug: Exception | None = None) -> None:
-        if trouble != self.trouble:
+    def _note(self, trouble: str, bug: Exception | None = None) -> None:
+        if trouble and trouble != self.trouble:
             logger.error("the fleet cannot be looked at: %s", trouble, exc_info=bug)
+        elif self.trouble and not trouble:
+            logger.warning("the fleet can be looked at again")
         self.trouble = trouble
 
 

@@ -200,9 +200,13 @@ class FleetOperation(Operation):
         each = _listed(f"{part.member.name} failed while {part.phase}: {part.failure}" for part in failed)
         reasons = "; ".join(filter(None, [why, each]))
         but = _listed(map(_stray, strays))
+        lost = _listed(f"{' and '.join(part.lost())} of {part.member.name}" for part in parts if part.lost())
+        losses = f". Content to be written again: {lost}" if lost else ""
         if self.how in ("done", "each"):
             all_of = count_of(parts)
-            return f"{done} on {len(parts) - len(failed)} of {all_of}; {reasons}" if failed else f"{done} on {all_of}"
+            if failed:
+                return f"{done} on {len(parts) - len(failed)} of {all_of}; {reasons}{losses}"
+            return f"{done} on {all_of}{losses}"
         if self.how == "aborted":
             after = "All engines are as before"
             if strays:
@@ -210,8 +214,6 @@ class FleetOperation(Operation):
             if any(part.phase != "asking" for part in strays):  # else they were not asked to prepare
                 after += f". What is prepared there ends with its lease, within {prepared_for_s:g} s"
             return f"nothing was {done}: {reasons}. {after}"
-        lost = _listed(f"{' and '.join(part.lost())} of {part.member.name}" for part in parts if part.lost())
-        losses = f". Content to be written again: {lost}" if lost else ""
         if strays:
             return f"{reasons}; undone, but not on {but}{losses}"
         return f"{reasons}; what was {done} was undone: all engines are as before{losses}"

@@ -91,6 +91,7 @@ class Part:
         because of its weights' version."""
         if now is None:
             return
+        self.after = now
         state = STATES.get(asked.operation)
         awake = getattr(asked, "hibernate", None) and not now.hibernated
         if now.state == "failed" or awake or (state and unlike(now, state, asked.tags)):
@@ -99,7 +100,6 @@ class Part:
             failure = EngineFailure("wrong_weights_version", wrong)
         else:
             return
-        self.after = now
         self.fail(phase, failure)
 
     def ended(self) -> None:
@@ -136,8 +136,8 @@ class Part:
         return self.answer.state if self.answer is not None and self.stage == "done" else "unknown"
 
     def lost(self) -> tuple[str, ...]:
-        """Return the tags whose content the operation has lost."""
-        return tuple(tag.tag for tag in self.after.tags if tag.content == "lost") if self.after else ()
+        """Return the tags whose content must be written again, as far as it was read."""
+        return self.after.lost if self.after else ()
 
     def status(self, record: RecordContent) -> EngineStatus:
         return EngineStatus.of(self.member, self.before, self.failure, record)

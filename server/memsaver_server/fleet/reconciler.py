@@ -23,7 +23,7 @@ from memsaver_server.fleet.record import (
     wish_for,
     wishes_for,
 )
-from memsaver_server.fleet.results import EngineResult, FleetResult
+from memsaver_server.fleet.results import EngineResult, FleetResult, unwritten
 from memsaver_server.fleet.roster import Roster
 from memsaver_server.fleet.watching import Hub
 
@@ -110,9 +110,11 @@ class Reconciler:
         self._busy.add(member.name)
         try:
             part = await self._roster.asked(member)
-            if part.failure is None and not _steps(part, record.wanted) and (excluded := part.status(record).error):
-                part.after = part.before
-                part.fail("reconciling", EngineFailure("wrong_weights_version", excluded))
+            now = part.before
+            if now is not None and not _steps(part, record.wanted) and (excluded := part.status(record).error):
+                part.after = now
+                kind = "admission_closed" if unwritten(now) else "wrong_weights_version"
+                part.fail("reconciling", EngineFailure(kind, excluded))
             if part.failure is not None or self._has_rival(part) or not _steps(part, record.wanted):
                 self._report(part)  # else a step does, which may fail again
                 return [part.result(undone=False)] if part.failure is not None else []

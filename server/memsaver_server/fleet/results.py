@@ -12,7 +12,7 @@ from memsaver_core.contract.model import Model
 from memsaver_core.contract.reports import OperationAnswer, OperationStatusAnswer
 from memsaver_core.contract.requests import FleetMode, OperationName, Selector
 from memsaver_core.contract.status import EngineRow as EngineRow
-from memsaver_core.contract.status import FleetOccupation, MemberRow, OccupationAnswer
+from memsaver_core.contract.status import FleetOccupation, MemberRow, OccupationAnswer, discarded
 from memsaver_server.fleet.members import Member
 from memsaver_server.fleet.record import Demand, RecordContent, Wanted, version_for, wishes_for
 
@@ -99,7 +99,7 @@ class FleetOperationsAnswer(Model):
 
 class EngineStatus(MemberRow):
     """One engine now. ``occupation`` is null if it does not answer; ``error`` says why, or why it serves no request
-    although it answers: its weights are not of the version that a resume demanded."""
+    although it answers: content is lost, or its weights are not of the version that a resume demanded."""
 
     state: str = Field(description="As in EngineResult.")
     wanted: Literal["released", "resident", "mixed", ""] = Field(description="What the record wants; empty: nothing.")
@@ -110,8 +110,9 @@ class EngineStatus(MemberRow):
     def of(
         cls, member: Member, occupation: OccupationAnswer | None, error: object, record: RecordContent
     ) -> EngineStatus:
-        if occupation is not None and (wrong := wrong_weights(occupation, version_for(member, record.demands))):
-            error = f"it serves no request: {wrong}"
+        if occupation is not None:
+            wrong = unwritten(occupation) or wrong_weights(occupation, version_for(member, record.demands))
+            error = f"it serves no request: {wrong}" if wrong else error
         return cls(
             **{name: getattr(member, name) for name in MemberRow.model_fields if name != "alive"},
             alive=occupation is not None,
@@ -120,6 +121,11 @@ class EngineStatus(MemberRow):
             error=str(error or ""),
             occupation=occupation,
         )
+
+
+def unwritten(now: OccupationAnswer) -> str:
+    """Return why an engine serves no request although all its memory is resident; nothing if its content is there."""
+    return discarded(now.lost) if now.lost and now.state == "resident" and not now.hibernated else ""
 
 
 def wrong_weights(now: OccupationAnswer, demanded: str | None) -> str:

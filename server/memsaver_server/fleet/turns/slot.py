@@ -10,8 +10,8 @@ from memsaver_server.fleet.record import Demand, Wanted, kept_released, version_
 from memsaver_server.fleet.results import EngineStatus
 
 #: ``awake``: it accepts requests; ``asleep``: released, a request may wake it; ``kept``: released by a caller, who will
-#: resume it, or with weights of another version than a caller demanded; ``closed``: it accepts none for another reason,
-#: e.g. paused, or released while an update writes its weights; ``dead``: no answer, or failed.
+#: resume it, or with content that is lost, or weights of another version than a caller demanded; ``closed``: it accepts
+#: none for another reason, e.g. paused, or while an update writes its weights; ``dead``: no answer, or failed.
 SlotState = Literal["awake", "asleep", "kept", "closed", "dead"]
 
 
@@ -101,12 +101,12 @@ def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SlotState
         return "dead", status.error or "it does not answer"
     if now.state == "failed":
         return "dead", now.admission.reason or "it has failed"
-    if now.operation_id is not None:
-        return "closed", f"operation {now.operation_id} is in progress"
-    if status.error:
-        return "kept", status.error
     if reason := kept_released(status, wanted, now):  # also if it is awake, as one that has just started is
         return "kept", reason
+    if status.error:
+        return "closed" if now.updating else "kept", status.error
+    if now.operation_id is not None:
+        return "closed", f"operation {now.operation_id} is in progress"
     if now.admission.open:
         return "awake", ""
     if not (now.hibernated or any(tag.released_bytes for tag in now.tags)):

@@ -232,7 +232,8 @@ class Turns:
         waiting = [(line.since, model) for model, line in self._lines.items() if line]
         for _, model in sorted(waiting):
             self._serve_or_claim(model, claimed)
-        self._release_idle(claimed)
+        if not self._observer.trouble:  # else nothing can be moved
+            self._release_idle(claimed)
 
     def _serve_or_claim(self, model: str, claimed: set[str]) -> None:
         line, slots = self._lines[model], self.models.get(model, [])
@@ -251,6 +252,9 @@ class Turns:
             return
         if not line.looked:
             claimed.update(gpu for slot in asleep for gpu in slot.gpus)
+            return
+        if self._observer.trouble:
+            line.fail(NoTurnError(f"no memory can be moved now: {self._observer.trouble}", self._retry_after_s(slots)))
             return
         room = {slot: victims(slot, list(self._slots.values())) for slot in asleep if not claimed & set(slot.gpus)}
         fits = {slot: chosen for slot, chosen in room.items() if chosen is not None}
@@ -328,14 +332,15 @@ class Turns:
             if slot is not None:
                 await self._resume(slot, making_room)
             self._last_move_s = clock.monotonic() - began
-        except (NoTurnError, FleetError, NotFoundError) as error:  # the last: an engine has left the fleet
-            logger.warning("%s", error)
+        except Exception as error:
             for each in slots:
                 each.not_before = clock.monotonic() + RETRY_S
-        except Exception as error:
-            bug = None if isinstance(error, FleetUnknownError) else error
-            logger.error("turns: memory could not be moved: %s", error, exc_info=bug)
-            self._fail(slot, NoTurnError(f"memory could not be moved: {error}"))
+            if isinstance(error, (NoTurnError, FleetError, NotFoundError)):  # the last: an engine has left the fleet
+                logger.warning("%s", error)
+            else:
+                bug = None if isinstance(error, FleetUnknownError) else error
+                logger.error("turns: memory could not be moved: %s", error, exc_info=bug)
+                self._fail(slot, NoTurnError(f"memory could not be moved: {error}"))
         finally:
             await self._observer.look([each.name for each in slots])
             for each in slots:
@@ -381,7 +386,8 @@ class Turns:
     def _engines_of(self, model: str) -> list[Slot]:
         models = self.models
         if not models:
-            raise NoTurnError("no engine of the fleet is known; are its members listed, and can the list be read?")
+            why = self._observer.trouble or "its list of members is empty"
+            raise NoTurnError(f"no engine of the fleet is known: {why}")
         if model not in models:
             raise UnknownModelError.of(model, models)
         return models[model]
