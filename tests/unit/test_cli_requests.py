@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -122,7 +123,8 @@ def test_a_new_field_of_the_contract_is_an_option(service: Service, tmp_path: Pa
         "note": "x",
     }
     command = [sys.executable, "-c", COMMAND, "fleet", "release", "--help"]
-    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    environment = {**os.environ, "COLUMNS": "120"}
+    shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False).stdout
     assert all(option in shown for option in ("--zero", "--no-keep-pinned", "size|name", "--rate", "--pause", "--note"))
     keywords = (tmp_path / "server/memsaver_server/fleet/keywords.py").read_text()
     assert '    order: Literal["size", "name"] | None\n' in keywords
