@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from memsaver_core.contract.model import Model
-from memsaver_core.contract.phases import OperationName, Verb
+from memsaver_core.contract.phases import OperationName
 from memsaver_core.contract.status import KvCacheAnswer, PreparedState
 
 #: The statuses of an operation. ``draining``, ``waiting``, ``moving`` and ``finishing`` are all ``running`` to callers.
@@ -168,7 +168,8 @@ class FleetPlanAnswer(Model):
     """What every engine of a fleet says to a dry run: with ``blockers`` it would fail, for these reasons."""
 
     message: str
-    operation: Verb
+    dry_run: Literal[True] = True
+    operation: OperationName
     blockers: tuple[str, ...]
 
 

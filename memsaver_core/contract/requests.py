@@ -127,6 +127,11 @@ class _Operation(Fields):
         default=False, alias="async", description="Answer 202 with the operation's address at once."
     )
 
+    @property
+    def is_answered_early(self) -> bool:
+        """Whether the answer does not wait for the operation's end."""
+        return self.dry_run or self.run_async
+
     def identity(self) -> tuple[Any, ...]:
         """Return what two equal requests have in common; fields that concern one call are not in it."""
         same = (getattr(self, name) for name, acts in acts_of(type(self)).items() if acts.by != "caller")
@@ -147,6 +152,10 @@ class _Operation(Fields):
         """Return the request with the service's drain deadline, if it can have one and names none."""
         deadline = {"timeout_s": drain_timeout_s} if getattr(self, "timeout_s", 0.0) is None else {}
         return self.model_copy(update=deadline)
+
+
+#: Fields that every operation has.
+OF_EVERY_OPERATION = frozenset(_Operation.model_fields)
 
 
 class OnTags(_Operation, Tagged):

@@ -113,8 +113,11 @@ class Connection:
         return await self._ask(partial(self._client.operation, operation_id))
 
     async def plan(self, verb: OperationName, tags: Sequence[str] | None) -> PlanAnswer:
-        call = _operation(verb, {"tags": list(tags or ()), "dry_run": True})
-        return await self._ask(partial(self._client.call, PlanAnswer, call))
+        planned = await self._ask(partial(self._client.plan, verb, list(tags or ())))
+        if isinstance(planned, PlanAnswer):
+            return planned
+        what = f"{self.member.url} is a coordinator: list its engines instead"
+        raise EngineFailure("is_coordinator", what, answered=True)
 
     async def prepare(self, verb: OperationName, body: Mapping[str, Any], key: str, limit_s: float) -> PreparedAnswer:
         """Prepare what ``body`` asks for, or renew the lease of that under ``key``, which proves that it is ours."""

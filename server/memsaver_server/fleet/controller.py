@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from memsaver_core.contract import errors
 from memsaver_core.contract.phases import Phase
-from memsaver_core.contract.reports import PlanAnswer
+from memsaver_core.contract.reports import FleetPlanAnswer, PlanAnswer
 from memsaver_core.contract.requests import (
     ASKED_OF_FLEET,
     OPPOSITE,
@@ -182,8 +182,9 @@ class FleetController(Controller[FleetOperation]):
         blockers = [f"{name}: {each}" for name, found in said.items() if isinstance(found, list) for each in found]
         if verb in OPPOSITE and not asked.patience_s(Phase.WAIT_FOR_MEMORY):
             blockers += _shortages(engines, rows)
-        about = {"dry_run": True, "operation": verb, "blockers": blockers}
-        return answer_of(rows, f"dry run: {verb} is {'not ' if blockers else ''}possible", about)
+        done = f"dry run: {verb} is {'not ' if blockers else ''}possible"
+        plan = FleetPlanAnswer(message=done, operation=verb, blockers=tuple(blockers))
+        return answer_of(rows, done, plan.model_dump(exclude={"message"}))
 
     @asynccontextmanager
     async def _around(self, operation: FleetOperation) -> AsyncIterator[None]:

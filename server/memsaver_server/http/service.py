@@ -56,6 +56,13 @@ class Service:
         operation = await self.operate(request, asked)
         return response_of(accepted(operation) if asked.run_async else self.controller.answer(operation))
 
+    async def planned(self, asked: Any, what: str) -> JSONResponse | None:
+        """Return the response to a dry run of what moves no memory; None if ``asked`` is to be done."""
+        if not asked.dry_run:
+            return None
+        await self.controller.rows(asked)
+        return response_of(Answer.message(f"Dry run: {what}"))
+
     async def commit(self, request: Request, operation: Operation) -> JSONResponse:
         await self.controller.commit(operation, key_of(request))
         return response_of(self.controller.answer(operation))

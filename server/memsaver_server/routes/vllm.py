@@ -14,8 +14,8 @@ from starlette.requests import Request
 
 from memsaver_core.contract.errors import BadRequestError
 from memsaver_core.contract.model import Model
-from memsaver_core.contract.requests import Acts, DrainMode, Fields
-from memsaver_server.controller import Answer, Controller, EngineState, Models
+from memsaver_core.contract.requests import OF_EVERY_OPERATION, Acts, DrainMode, Fields
+from memsaver_server.controller import Controller, EngineState, Models
 from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, joined, operated, plain, takes, wrong
 from memsaver_server.http.service import ControllerOf, ServiceOf, response_of
@@ -24,7 +24,9 @@ from memsaver_server.http.unknown_fields import NamesIgnored
 #: vLLM's tag for scheduling, which a sleep of level 0 stops.
 SCHEDULING = "scheduling"
 #: What a sleep of level 0, which moves no memory, takes.
-_OF_A_PAUSE = frozenset({"level", "mode", "tags", "timeout_s", "dry_run", "wait", "selector", "model", "options"})
+_OF_A_PAUSE = {"level", "mode", "tags", "timeout_s", "selector", "model", "options"} | OF_EVERY_OPERATION - {
+    "run_async"
+}
 
 
 class Sleep(Fields):
@@ -115,9 +117,8 @@ def router(models: Models) -> APIRouter:
             return await service.answer(request, release_of(fields, models))
         if others := sorted(fields.model_fields_set - _OF_A_PAUSE):
             raise BadRequestError(f"a sleep of level 0 moves no memory, so {others[0]!r} has no effect; leave it out")
-        if fields.dry_run:
-            await service.controller.rows(fields)
-            return response_of(Answer.message("Dry run: scheduling would be paused; memory stays."))
+        if planned := await service.planned(fields, "scheduling would be paused; memory stays."):
+            return planned
         return response_of(await service.controller.pause(fields, fields.mode, fields.timeout_s, asleep=True))
 
     @routes.post("/wake_up", responses=responses, openapi_extra=takes(wakes))
@@ -126,12 +127,11 @@ def router(models: Models) -> APIRouter:
         controller, fields = service.controller, whole(fields)
         tags = tuple(tag for tag in fields.tags if tag != SCHEDULING)
         if fields.tags and not tags:  # only this tag undoes a sleep of level 0
-            if fields.dry_run:
-                await controller.rows(fields)
-                return response_of(Answer.message("Dry run: scheduling would continue."))
+            if planned := await service.planned(fields, "scheduling would continue."):
+                return planned
             return response_of(await controller.continue_(fields, scheduling=True))
         resume = plain(fields, models.resume, tags=tags)
-        if resume.dry_run or resume.run_async:
+        if resume.is_answered_early:
             return await service.answer(request, resume)
         operation = await service.operate(request, resume)
         if operation.status == "succeeded" and (continued := await controller.continue_(fields)).status != 200:
