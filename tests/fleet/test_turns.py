@@ -514,6 +514,28 @@ def test_weights_that_are_lost_serve_no_request(engines: tuple[Engine, Engine]) 
         assert not any(row["error"] for row in http.get("/memory_occupation").json()["engines"])
 
 
+def test_an_engine_that_serves_nothing_takes_no_memory(engines: tuple[Engine, Engine]) -> None:
+    """Neither is it woken, so that another goes, nor does it keep memory that another needs."""
+    alpha, beta = engines
+    with turns(engines, wait_s=60) as http:
+        discarded = {"model": "beta", "restore": {"weights": "discard"}, "wake_on_request": True}
+        http.post("/release_memory_occupation", json=discarded).raise_for_status()
+        assert tokens(http, "alpha")
+        refused = http.post("/v1/completions", json=asked("beta"))
+        assert (refused.status_code, "POST /content_written" in refused.text) == (503, True), refused.text
+        assert (alpha.state(), beta.state()) == ("resident", "released")
+        http.post("/release_memory_occupation", json={"model": "alpha", "wake_on_request": True}).raise_for_status()
+        http.post("/resume_memory_occupation", json={"model": "beta"}).raise_for_status()
+        assert tokens(http, "alpha")
+        assert (alpha.state(), beta.state()) == ("resident", "released")
+    for engine, call in (
+        (alpha, "release_memory_occupation"),
+        (beta, "resume_memory_occupation"),
+        (beta, "content_written"),
+    ):
+        engine.http.post(f"/{call}").raise_for_status()
+
+
 def test_no_request_waits_for_what_was_prepared_while_a_caller_keeps_an_engine_released(
     engines: tuple[Engine, Engine],
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from memsaver_core.contract.status import discarded
 from memsaver_server import clock
 from memsaver_server.fleet.record import Demand, Wanted, kept_released, version_for
 from memsaver_server.fleet.results import EngineStatus
@@ -46,6 +47,11 @@ class Slot:
     def is_awake(self) -> bool:
         return self.state == "awake" and not self.moving
 
+    @property
+    def can_make_room(self) -> bool:
+        """Whether its release is of use: it serves, or all its memory is resident although it serves nothing."""
+        return not self.moving and (self.state == "awake" or (self.state == "kept" and not self.released_bytes))
+
     def woken(self) -> None:
         self.state, self.extra, self.not_before = "awake", 0, 0.0
         self.awake_since = self.last_used = clock.monotonic()
@@ -74,7 +80,7 @@ def victims(slot: Slot, slots: Sequence[Slot]) -> list[Slot] | None:
 
     Those without requests in flight come first, of those the one that has been idle longest.
     """
-    others = [one for one in slots if one is not slot and one.is_awake and set(one.gpus) & set(slot.gpus)]
+    others = [one for one in slots if one is not slot and one.can_make_room and set(one.gpus) & set(slot.gpus)]
     others.sort(key=lambda one: (one.in_flight > 0, one.last_used))
     short = {gpu: missing for gpu in slot.gpus if (missing := _missing(slot, gpu, slots)) > 0}
     chosen: list[Slot] = []
@@ -107,6 +113,8 @@ def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SlotState
         return "closed" if now.updating else "kept", status.error
     if now.operation_id is not None:
         return "closed", f"operation {now.operation_id} is in progress"
+    if now.lost and not now.updating:  # it would serve nothing if it was resumed
+        return "kept", discarded(now.lost)
     if now.admission.open:
         return "awake", ""
     if not (now.hibernated or any(tag.released_bytes for tag in now.tags)):
