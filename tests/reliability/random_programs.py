@@ -47,7 +47,7 @@ def main() -> None:
             machine.replay(read(arguments.replay.read_text()), kind())
             return
         few = arguments.store or arguments.core == "shipped"
-        examples = amount(3 if few else 12, long=300)
+        examples = amount(2 if few else 6, long=300)
         print(f"seed {arguments.seed}", flush=True)
         start = time.monotonic()
         FOLDER.mkdir(parents=True, exist_ok=True)
