@@ -155,7 +155,10 @@ $(READY): constraints.txt pyproject.toml CMakeLists.txt $(NATIVE) | $(BIN)/pytho
 	@echo 'Setting up $(VENV) (some minutes the first time; torch is the largest download) ...'
 	@echo '1 of 2: the tools of the build'
 	@$(SHOWN_PIP) install --no-compile -c constraints.txt $(BUILD_TOOLS) | $(SHOWN) || [ $${PIPESTATUS[0]} -eq 0 ]
-	@echo '2 of 2: memsaver, which is compiled, and what it and its tests need'
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(SHOWN_PIP) install --no-compile -c constraints.txt --no-build-isolation \
-	  -e '.[test,lint,docs]' | $(SHOWN) || [ $${PIPESTATUS[0]} -eq 0 ]
+	@echo '2 of 2: memsaver, which is compiled meanwhile, and what it and its tests need'
+	@{ PATH="$(CURDIR)/$(BIN):$$PATH" $(SHOWN_PIP) install --no-compile --no-deps --no-build-isolation -e . | $(SHOWN) \
+	    || [ $${PIPESTATUS[0]} -eq 0 ]; } & \
+	  { $(SHOWN_PIP) install --no-compile -c constraints.txt torch transformers | $(SHOWN) || [ $${PIPESTATUS[0]} -eq 0 ]; }; \
+	  wait $$!
+	@$(SHOWN_PIP) install --no-compile -c constraints.txt 'memsaver[test,lint,docs]' | $(SHOWN) || [ $${PIPESTATUS[0]} -eq 0 ]
 	@touch $@

@@ -77,7 +77,8 @@ def test_what_was_released_as_a_whole_comes_back_as_a_whole(balanced: Balanced) 
         assert [each["released_bytes"] for each in released["engines"]] == [5 * MIB, 5 * MIB]
         assert [balanced.cache(name)["bytes"] for name in "xy"] == [MIB, MIB]
         with tenant(left=4 * MIB):
-            assert http.post("/resume_memory_occupation").is_success
+            resumed = http.post("/resume_memory_occupation")
+            assert resumed.is_success, resumed.text
         wait_until(lambda: [balanced.cache(name)["bytes"] for name in "xy"] == [4 * MIB, 4 * MIB])
         http.post("/release_memory_occupation")
         with tenant(left=3 * MIB):

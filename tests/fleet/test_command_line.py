@@ -85,6 +85,16 @@ def test_content_that_is_lost_is_in_the_exit_code(members: str, sites: Sites) ->
     assert memsaver("status", "--members", members)[0] == 0
 
 
+def test_an_engine_that_has_failed_is_in_the_exit_code(members: str, sites: Sites) -> None:
+    sites["b"].engine.memory.fail("release", MemsaverError("rank 1 has ended"), ends=True)
+    assert memsaver("release", "--members", members)[0] == 1
+    with served([site.member for site in sites.values()]) as http:
+        at = ["--url", str(http.base_url)]
+        for command in (["fleet", "status", "--members", members], ["status", *at], ["top", *at]):
+            ran = CliRunner().invoke(app, command)
+            assert (ran.exit_code, "the engine has failed for good: rank 1 has ended" in ran.output) == (3, True)
+
+
 def test_options_reach_every_engine(members: str, sites: Sites) -> None:
     options = ["--restore", "weights=discard", "--no-trim", "--mode", "abort", "--timeout", "7"]
     assert memsaver("release", "--members", members, "kv_cache", *options)[0] == 0

@@ -99,7 +99,7 @@ class FleetOperationsAnswer(Model):
 
 class EngineStatus(MemberRow):
     """One engine now. ``occupation`` is null if it does not answer; ``error`` says why, or why it serves no request
-    although it answers: content is lost, or its weights are not of the version that a resume demanded."""
+    although it answers: it has failed, its content is lost, or its weights are not of the demanded version."""
 
     state: str = Field(description="As in EngineResult.")
     wanted: Literal["released", "resident", "mixed", ""] = Field(description="What the record wants; empty: nothing.")
@@ -111,7 +111,8 @@ class EngineStatus(MemberRow):
         cls, member: Member, occupation: OccupationAnswer | None, error: object, record: RecordContent
     ) -> EngineStatus:
         if occupation is not None:
-            wrong = unwritten(occupation) or wrong_weights(occupation, version_for(member, record.demands))
+            ended = occupation.admission.reason or "it has failed" if occupation.state == "failed" else ""
+            wrong = ended or unwritten(occupation) or wrong_weights(occupation, version_for(member, record.demands))
             error = f"it serves no request: {wrong}" if wrong else error
         return cls(
             **{name: getattr(member, name) for name in MemberRow.model_fields if name != "alive"},
