@@ -135,6 +135,13 @@ def test_fields_that_contradict_each_other(http: httpx.Client, body: dict[str, A
     assert post(http, RELEASE, commit="none").status_code == 404
 
 
+@pytest.mark.parametrize("more", [{"communicators": "keep"}, {"dp_ranks": [0]}])
+def test_what_contradicts_a_level_is_refused(http: httpx.Client, more: dict[str, Any]) -> None:
+    """It was a 500: a sleep of level 3 hibernates, which the check of its body did not know."""
+    answer = post(http, "/sleep", level=3, **more)
+    assert (answer.status_code, "leave out" in answer.text or "leave it out" in answer.text) == (400, True), answer.text
+
+
 def test_a_commit_names_its_own_kind(http: httpx.Client) -> None:
     operation_id = prepare(http)["operation_id"]
     assert post(http, RESUME, commit=operation_id).status_code == 400

@@ -180,9 +180,13 @@ def joined(dialect: type[Fields], contract: type[Fields]) -> type[Fields]:
 
 
 def plain(fields: Fields, model: type[RequestT], **changes: Any) -> RequestT:
-    """Return the ``model`` of the contract with those of its fields that were given, and ``changes``."""
+    """Return the ``model`` of the contract with those of its fields that were given, and ``changes``; raise
+    BadRequestError if these contradict each other."""
     given = {name: getattr(fields, name) for name in fields.model_fields_set if name in model.model_fields}
-    return model(**{**given, **changes})
+    try:
+        return model(**{**given, **changes})
+    except ValidationError as error:
+        raise BadRequestError(f"cannot use the request: {wrong(error)}") from None
 
 
 async def guard(request: Request) -> None:
