@@ -74,7 +74,7 @@ class TagOccupation(Model):
 
 
 def discarded(tags: Iterable[str]) -> str:
-    """Return why an engine serves no request although all its memory is resident, and what to do."""
+    """Return why an engine that has lost the content of ``tags`` serves no request, and what to do."""
     return (
         f"the content of {', '.join(sorted(tags))} was discarded by a release; write it by the engine's weight update, "
         "or POST /content_written once it is written in another way"

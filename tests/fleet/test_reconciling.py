@@ -222,6 +222,13 @@ def test_content_that_is_lost_is_logged_once(fleet: Fleet, sites: Sites, caplog:
     assert sum(message.startswith(why) for message in caplog.messages) == 1
 
 
+def test_an_engine_that_has_failed_is_not_said_to_have_other_weights(fleet: Fleet, sites: Sites) -> None:
+    sites["b"].engine.memory.fail("release", MemsaverError("rank 1 has ended"), ends=True)
+    assert not fleet.release().success
+    found = [(each.name, each.kind) for each in fleet.reconcile()]
+    assert found == [("b", "context_lost")]  # as the engine itself says of every operation
+
+
 def test_a_request_wakes_weights_of_the_version_that_was_demanded(sites: Sites) -> None:
     """By a resume of one tag or of all; a resume or a release of the weights without a version ends it."""
     a = sites["a"]

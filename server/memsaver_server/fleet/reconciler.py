@@ -23,7 +23,7 @@ from memsaver_server.fleet.record import (
     wish_for,
     wishes_for,
 )
-from memsaver_server.fleet.results import EngineResult, FleetResult, unwritten
+from memsaver_server.fleet.results import EngineResult, FleetResult, serves_nothing
 from memsaver_server.fleet.roster import Roster
 from memsaver_server.fleet.watching import Hub
 
@@ -113,7 +113,7 @@ class Reconciler:
             now = part.before
             if now is not None and not _steps(part, record.wanted) and (excluded := part.status(record).error):
                 part.after = now
-                kind = "admission_closed" if unwritten(now) else "wrong_weights_version"
+                kind, _ = serves_nothing(now, version_for(member, record.demands))
                 part.fail("reconciling", EngineFailure(kind, excluded))
             if part.failure is not None or self._has_rival(part) or not _steps(part, record.wanted):
                 self._report(part)  # else a step does, which may fail again

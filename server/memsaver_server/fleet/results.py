@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from memsaver_core.contract.errors import BadRequestError
+from memsaver_core.contract.errors import AdmissionClosedError, BadRequestError, EngineFailedError
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.reports import OperationAnswer, OperationStatusAnswer
 from memsaver_core.contract.requests import FleetMode, OperationName, Selector
@@ -111,8 +111,7 @@ class EngineStatus(MemberRow):
         cls, member: Member, occupation: OccupationAnswer | None, error: object, record: RecordContent
     ) -> EngineStatus:
         if occupation is not None:
-            ended = occupation.admission.reason or "it has failed" if occupation.state == "failed" else ""
-            wrong = ended or unwritten(occupation) or wrong_weights(occupation, version_for(member, record.demands))
+            _, wrong = serves_nothing(occupation, version_for(member, record.demands))
             error = f"it serves no request: {wrong}" if wrong else error
         return cls(
             **{name: getattr(member, name) for name in MemberRow.model_fields if name != "alive"},
@@ -124,9 +123,19 @@ class EngineStatus(MemberRow):
         )
 
 
-def unwritten(now: OccupationAnswer) -> str:
-    """Return why an engine serves no request although all its memory is resident; nothing if its content is there."""
-    return discarded(now.lost) if now.lost and now.state == "resident" and not now.hibernated else ""
+def serves_nothing(now: OccupationAnswer, demanded: str | None) -> tuple[str, str]:
+    """Return the kind of error and why an engine serves no request although it answers, and all its memory is resident
+    or it has failed. Both are empty if it may."""
+    if now.state == "failed":
+        return EngineFailedError.kind, has_failed(now)
+    if now.lost and now.state == "resident" and not now.hibernated:
+        return AdmissionClosedError.kind, discarded(now.lost)
+    wrong = wrong_weights(now, demanded)
+    return "wrong_weights_version" if wrong else "", wrong
+
+
+def has_failed(now: OccupationAnswer) -> str:
+    return now.admission.reason or "it has failed"
 
 
 def wrong_weights(now: OccupationAnswer, demanded: str | None) -> str:

@@ -350,9 +350,9 @@ class RankMemory(Group):
             if found or reasons:
                 obstacles = "; ".join(dict.fromkeys([*found, *reasons]))
                 raise errors.UnsupportedError(f"the engine cannot be hibernated: {obstacles}; nothing was released")
-        asked = request.communicators or ("keep" if process.settings().communicators == "keep" else "suspend")
+        keeps = (request.communicators or process.settings().communicators) == "keep"
         by_name = request.hibernate or COMMUNICATORS in request.tags
-        return names if by_name or (not request.tags and asked == "suspend") else ()
+        return names if by_name or not (request.tags or keeps) else ()
 
     def _of_ranks(self, said: Mapping[int, Sequence[str]]) -> list[str]:
         """Return what each rank said, with its number if there are several."""

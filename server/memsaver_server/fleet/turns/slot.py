@@ -8,7 +8,7 @@ from typing import Literal
 from memsaver_core.contract.status import discarded
 from memsaver_server import clock
 from memsaver_server.fleet.record import Demand, Wanted, kept_released, version_for
-from memsaver_server.fleet.results import EngineStatus
+from memsaver_server.fleet.results import EngineStatus, has_failed
 
 #: ``awake``: it accepts requests; ``asleep``: released, a request may wake it; ``kept``: released by a caller, who will
 #: resume it, or with content that is lost, or weights of another version than a caller demanded; ``closed``: it accepts
@@ -106,7 +106,7 @@ def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SlotState
     if now is None:
         return "dead", status.error or "it does not answer"
     if now.state == "failed":
-        return "dead", now.admission.reason or "it has failed"
+        return "dead", has_failed(now)
     if reason := kept_released(status, wanted, now):  # also if it is awake, as one that has just started is
         return "kept", reason
     if status.error:
