@@ -6,12 +6,13 @@ import pynvml
 import pytest
 import torch
 
+from memsaver_core.communicators import nccl
 from tests.programs import Child
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 #: torch 2.11 brings NCCL 2.28.9, with which ranks cannot be hibernated.
 with_new_nccl = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.nccl.version() < (2, 29, 7), reason="needs NCCL 2.29.7 or later"
+    (library := nccl.loaded()) is not None and library.version < nccl.SUSPENDS, reason="needs NCCL 2.29.7 or later"
 )
 
 #: For `tests.e2e.serving.serving`, which serves on the host driver unless told otherwise.

@@ -218,7 +218,7 @@ def check_sizes(server: GpuServer, answers: Callable[[], Any]) -> None:
         fill(server)  # after a flush, and what does not fit
         assert answers() == expected
         server.service("/kv_cache", {"fraction": 1})
-    assert (now := cache(server)) == {**whole, "recomputed": now["recomputed"]}  # prefixes went with the pages
+    assert {**cache(server), "recomputed": 0} == {**whole, "recomputed": 0}  # prefixes went with the pages
     server.service("/kv_cache", {"fraction": 0.5})
     check(server, answers)
     assert cache(server)["bytes"] == pytest.approx(whole["bytes"] / 2, rel=0.01)
