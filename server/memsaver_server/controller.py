@@ -115,7 +115,7 @@ class Models:
 
 OperationT = TypeVar("OperationT", bound=Operation)
 #: What a controller can do beside what every controller can; decides which routes there are.
-Capability = Literal["generate", "update", "resize", "models"]
+Capability = Literal["generate", "update", "models"]
 
 
 class Controller(Protocol[OperationT]):
@@ -252,7 +252,7 @@ class Controller(Protocol[OperationT]):
         """Generate again, at once or when all memory is resident; ``scheduling``: after a pause that is ``asleep``."""
 
     async def kv_cache(self) -> Answer:
-        """Return the size of the KV cache; only with the capability ``resize``."""
+        """Return the size of the KV cache. Raises UnsupportedError if the engine cannot change it."""
 
     async def flush(self, selected: Fields) -> Answer:
         """Forget cached prefixes."""

@@ -228,5 +228,5 @@ def test_it_is_an_operation_with_an_id_or_a_key(elastic: Elastic) -> None:
 def test_engines_whose_cache_cannot_be_resized_are_named(sites: Sites) -> None:
     with served([sites["a"].member]) as http:
         refused = limit(http, 2, model="model of a")
-        assert kind(refused) == (404, "not_found")
-        assert "a failed while committing" in refused.json()["message"]
+        assert kind(refused) == (409, "unsupported")
+        assert "a failed while committing: this engine cannot change the size of its KV cache" in refused.json()["message"]

@@ -90,7 +90,7 @@ def test_a_dead_engine_is_told(fleet: Fleet, sites: Sites, caplog: pytest.LogCap
     sites["b"].wire.heal()
     with caplog.at_level(logging.INFO, "memsaver"):
         assert not fleet.reconcile()
-        wait_until(lambda: "engine b is as wanted again" in caplog.messages)
+        wait_until(lambda: "engine b is as wanted now" in caplog.messages)
     assert sum("engine b" in message for message in caplog.messages) == 2
 
 
@@ -203,7 +203,7 @@ def test_weights_that_a_caller_excluded_are_not_served(
     with sites["c"].attachment.lifecycle.writing(version="v2"):
         pass
     assert not fleet.reconcile()
-    wait_until(lambda: "engine c is as wanted again" in caplog.messages)
+    wait_until(lambda: "engine c is as wanted now" in caplog.messages)
     for why in ("the resume demands", "it serves no request: its weights are of version 'v1'"):
         assert sum(message.startswith(f"engine c: {why}") for message in caplog.messages) == 1
 
@@ -217,7 +217,7 @@ def test_content_that_is_lost_is_logged_once(fleet: Fleet, sites: Sites, caplog:
         assert found == [("b", "admission_closed", ("weights",))]
     sites["b"].write()
     assert not fleet.reconcile()
-    wait_until(lambda: "engine b is as wanted again" in caplog.messages)
+    wait_until(lambda: "engine b is as wanted now" in caplog.messages)
     why = "engine b: it serves no request: the content of weights was discarded by a release; write it by "
     assert sum(message.startswith(why) for message in caplog.messages) == 1
 

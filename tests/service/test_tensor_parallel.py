@@ -155,7 +155,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def test_the_cache_of_several_ranks_is_not_resized(two: Served) -> None:
-    assert two.http.post("/kv_cache", json={"fraction": 0.5}).status_code == 404
+    refused = two.http.post("/kv_cache", json={"fraction": 0.5})
+    assert (refused.status_code, "cannot change the size of its KV cache" in refused.text) == (409, True)
 
 
 def test_two_ranks_compute_what_one_does(two: Served) -> None:

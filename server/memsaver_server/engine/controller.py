@@ -67,11 +67,7 @@ class EngineController(Controller[Operation]):
         relay()
         self.engine = engine
         self.name = engine.name
-        kinds: dict[Capability, type] = {
-            "generate": GeneratingEngine,
-            "update": UpdatableEngine,
-            "resize": ResizableEngine,
-        }
+        kinds: dict[Capability, type] = {"generate": GeneratingEngine, "update": UpdatableEngine}
         self.capabilities = frozenset(name for name, kind in kinds.items() if isinstance(engine, kind))
         self.closing = threading.Event()
         self.callers = CallerFigures()
@@ -222,7 +218,8 @@ class EngineController(Controller[Operation]):
 
     @property
     def _elastic(self) -> ElasticCache:
-        assert self._cache is not None, "without the capability there is no such route"
+        if self._cache is None:
+            raise errors.UnsupportedError("this engine cannot change the size of its KV cache while it serves")
         return self._cache
 
     def _holder(self, asker: str = "") -> str:

@@ -59,7 +59,7 @@ class FleetController(Controller[FleetOperation]):
     """Use it in one event loop, except ``close``."""
 
     name = "fleet"
-    capabilities: frozenset[Capability] = frozenset({"update", "resize", "models"})
+    capabilities: frozenset[Capability] = frozenset({"update", "models"})
     models = Models(
         release=FleetRelease,
         resume=FleetResume,

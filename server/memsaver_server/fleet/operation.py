@@ -211,7 +211,8 @@ class FleetOperation(Operation):
             after = "All engines are as before"
             if strays:
                 after = f"As before are all but {but}"
-            if any(part.phase != "asking" for part in strays):  # else they were not asked to prepare
+            prepared = [part for part in strays if part.phase != "asking"]  # else they were not asked to
+            if any(part.after is None or part.after.operation_id for part in prepared):
                 after += f". What is prepared there ends with its lease, within {prepared_for_s:g} s"
             return f"nothing was {done}: {reasons}. {after}"
         if strays:

@@ -153,8 +153,8 @@ class Reconciler:
         if other not in self._rivals:
             self._rivals.add(other)
             logger.warning(
-                "engine %s is held by %s, too: while there are two coordinators, none brings it to what is wanted, and "
-                "the last operation counts; end one of them",
+                "engine %s is held by %s, too, or was until lately: while there are two coordinators, none brings it to "
+                "what is wanted, and the last operation counts; end one of them",
                 part.member.name,
                 other,
             )
@@ -167,7 +167,7 @@ class Reconciler:
             logger.warning("engine %s: %s", name, trouble)
             self._troubles[name] = trouble
         elif not trouble and self._troubles.pop(name, ""):
-            logger.warning("engine %s is as wanted again", name)
+            logger.warning("engine %s is as wanted now", name)
 
 
 def _steps(part: Part, wanted: tuple[Wanted, ...]) -> list[tuple[Wanted, tuple[str, ...]]]:

@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from memsaver_server.controller import Models
 
 #: The capability of a controller that a module needs, by its name. An engine's process does not load those of a fleet.
-_NEEDS = {"generate": "generate", "weights": "update", "kv_cache": "resize", "aibrix": "models", "proxy": "models"}
+_NEEDS = {"generate": "generate", "weights": "update", "aibrix": "models", "proxy": "models"}
 
 
 @cache  # making them takes 0.1 s, as FastAPI builds a validator of every field
