@@ -24,6 +24,18 @@ ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 ADDRESS = re.compile(r"(?:https?|unix)://\S+")
 MEMSAVER = (sys.executable, "-m", "memsaver_server.cli")
+#: ``memsaver``, whose ranks are forks.
+FORKED_RANKS = (
+    sys.executable,
+    "-c",
+    """
+from memsaver_server.reference import ranks
+from tests import forks
+ranks.subprocess = forks
+from memsaver_server.cli import main
+main()
+""",
+)
 #: What an install of memsaver puts on the PATH.
 CONSOLE_SCRIPT = (str(Path(sys.executable).with_name("memsaver")),)
 

@@ -17,7 +17,7 @@ from tests.programs import Child, output_of
 from tests.reliability.test_keeper import Keeper, is_held, listed
 from tests.waiting import wait_until
 
-from .serving import serving
+from .serving import FORKED_RANKS, serving
 
 #: In the log of an engine that loads its weights, with the reason.
 FELL_BACK = "were loaded in the ordinary way"
@@ -62,7 +62,7 @@ def test_the_next_engine_serves_without_reading_its_checkpoint(store: str, tmp_p
         ids: list[int] = client.generate("Weights outlive their engine.", max_new_tokens=12)["output_ids"]
         return ids
 
-    with serving(*options, changes=changes) as first, Client(first.url) as client:
+    with serving(*options, changes=changes, program=FORKED_RANKS) as first, Client(first.url) as client:
         assert FELL_BACK in first.log
         expected = tokens(client)
         client.release()
@@ -70,14 +70,14 @@ def test_the_next_engine_serves_without_reading_its_checkpoint(store: str, tmp_p
         first.process.kill()
         first.process.wait(600)
     damage(folder)
-    with serving(*options, changes=changes) as second, Client(second.url) as client:
+    with serving(*options, changes=changes, program=FORKED_RANKS) as second, Client(second.url) as client:
         assert tokens(client) == expected
         client.release()
         client.resume()
         assert tokens(client) == expected
         assert FELL_BACK not in second.log
     # Without the store the damage shows.
-    with serving(*options) as third, Client(third.url) as client:
+    with serving(*options, program=FORKED_RANKS) as third, Client(third.url) as client:
         assert tokens(client) != expected
 
 

@@ -8,7 +8,6 @@ import os
 import re
 import select
 import signal
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -30,7 +29,7 @@ from memsaver_server.reference.engine import TransformersEngine
 from memsaver_server.reference.ranks import LIMITS_S, RanksFailedError
 from memsaver_server.reference.weights import fill_random
 from tests import forks
-from tests.e2e.serving import serving
+from tests.e2e.serving import FORKED_RANKS, serving
 from tests.waiting import wait_until
 
 TEXT = "a prompt that is longer than one chunk, so that a prefix of it is kept; "
@@ -51,15 +50,6 @@ SHAPE = {
 }
 
 TWO_RANKS = ("--tensor-parallel", "2", "--kv-cache-bytes", "16MiB", "--max-len", "256")
-
-#: ``memsaver``, whose ranks are forks.
-FORKED_RANKS = """
-from memsaver_server.reference import ranks
-from tests import forks
-ranks.subprocess = forks
-from memsaver_server.cli import main
-main()
-"""
 
 #: Makes an engine whose rank 1 is stopped while it loads.
 FROZEN_LOAD = """
@@ -402,7 +392,7 @@ def test_a_frozen_rank_does_not_keep_the_service() -> None:
     """It ends although an update waits for the rank, which ends, too."""
     forked = {forks.VARIABLE: forks.address(None)}
     with (
-        serving(*TWO_RANKS, program=(sys.executable, "-c", FORKED_RANKS), changes=forked) as server,
+        serving(*TWO_RANKS, program=FORKED_RANKS, changes=forked) as server,
         httpx.Client(base_url=server.url, timeout=600, verify=False) as http,
         ThreadPoolExecutor() as pool,
     ):
