@@ -229,4 +229,5 @@ def test_engines_whose_cache_cannot_be_resized_are_named(sites: Sites) -> None:
     with served([sites["a"].member]) as http:
         refused = limit(http, 2, model="model of a")
         assert kind(refused) == (409, "unsupported")
-        assert "a failed while committing: this engine cannot change the size of its KV cache" in refused.json()["message"]
+        named = "a failed while committing: this engine cannot change the size of its KV cache"
+        assert named in refused.json()["message"]

@@ -8,6 +8,7 @@ import os
 import re
 import select
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
