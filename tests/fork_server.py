@@ -36,6 +36,7 @@ import torch
 from tests.native.site import sitecustomize
 
 THEIRS = (
+    "anyio._backends._asyncio",
     "fastapi",
     "httpx",
     "prometheus_client",
@@ -44,8 +45,11 @@ THEIRS = (
     "schemathesis.openapi",
     "schemathesis.pytest.plugin",
     "torch._dynamo",
+    "torch._subclasses.schema_check_mode",
+    "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2",
     "typer",
+    "typer.rich_utils",
     "uvicorn.protocols.http.h11_impl",
 )
 OURS = (

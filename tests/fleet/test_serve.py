@@ -33,6 +33,7 @@ from memsaver_core import MemsaverError
 from memsaver_server import Settings, attach
 from memsaver_server.client import Client
 from memsaver_server.fleet import Member, MemoryRecord, StaticMembership
+from tests import forks
 from tests.amount import amount
 from tests.e2e.serving import memsaver
 from tests.waiting import wait_until
@@ -860,7 +861,7 @@ def test_too_few_open_files(tmp_path: Path) -> None:
     members = tmp_path / "members.yaml"
     members.write_text(json.dumps([f"http://127.0.0.1:{port}" for port in range(1, 21)]))
     command = [sys.executable, "-m", "memsaver_server.cli", "fleet", "serve", "--members", str(members), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with forks.Popen(command, stdout=forks.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().split()[-1]
         assert (

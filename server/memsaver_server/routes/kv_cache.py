@@ -21,7 +21,7 @@ from memsaver_server.http.unknown_fields import NamesIgnored
 def router(models: Models) -> APIRouter:
     routes = APIRouter(route_class=NamesIgnored, tags=["KV cache"], dependencies=[Depends(guard)])
     by_size = Depends(fields_of(ResizeKvCache))
-    refused = failures(only=(*REFUSED, 400) if models.several else REFUSED)
+    refused = failures(only=(*REFUSED, 400 if models.several else 409))
 
     @routes.get("/kv_cache", response_model=KvCacheAnswer, responses=refused)
     @reads_only
