@@ -37,7 +37,7 @@ from memsaver_server.client.requests import (
     parse_json,
 )
 
-#: Operations that one client has prepared, whose keys it keeps at most.
+#: Keys of prepared operations that one client keeps at most.
 MAX_KEYS = 256
 
 
@@ -130,7 +130,7 @@ class Calls:
         """Release the device memory of ``tags`` (None: of all) to the driver.
 
         Args:
-            prepare: do everything but that: close admission, drain, check; then wait for ``commit`` or ``abort``.
+            prepare: do all that comes before: close admission, drain, check; then wait for ``commit`` or ``abort``.
             options: the other fields of ``memsaver_core.contract.requests.Release``. ``wait`` waits for a conflicting
                 operation instead of raising ConflictError.
 
