@@ -24,9 +24,9 @@ from memsaver_core.contract.reports import (
 )
 from memsaver_core.contract.requests import OperationName
 from memsaver_core.contract.status import FleetOccupation, KvCacheAnswer, OccupationAnswer
+from memsaver_server.address import DEFAULT_URL
 from memsaver_server.client.keywords import ReleaseKeywords, ResizeKvCacheKeywords, ResumeKeywords
 from memsaver_server.client.requests import (
-    DEFAULT_URL,
     FIRST_DELAY_S,
     AnswerT,
     Call,
