@@ -21,7 +21,7 @@ from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, R
 from memsaver_core.contract.status import HealthAnswer, OccupationAnswer
 from memsaver_server.metrics import CallerFigures
 from memsaver_server.operation.history import History
-from memsaver_server.operation.operation import Operation as Operation
+from memsaver_server.operation.operation import Operation
 from memsaver_server.operation.queue import OperationQueue
 
 #: Poll interval of a stream of events, seconds.

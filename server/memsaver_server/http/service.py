@@ -11,11 +11,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from memsaver_core.contract.errors import BadRequestError, ServerEndsError
 from memsaver_core.contract.requests import Asked
-from memsaver_server.controller import Answer, Controller, Operation, accepted
+from memsaver_server.controller import Answer, Controller, accepted
 from memsaver_server.http.auth import caller
 from memsaver_server.http.connection_limits import Connections
 from memsaver_server.http.fairness import FairQueue
 from memsaver_server.http.request_signing import NonceCache
+from memsaver_server.operation.operation import Operation
 from memsaver_server.settings import Settings
 
 #: Longest Idempotency-Key, characters: thousands are kept for a day.
