@@ -21,7 +21,7 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
 
     Serve it as it is, or mount it in the engine's own application.
     """
-    from memsaver_server.engine.controller import EngineController  # which loads torch: a coordinator does without
+    from memsaver_server.engine.controller import EngineController  # loads torch, which a coordinator does without
 
     settings = settings or Settings()
     controller = EngineController(engine, settings)
@@ -36,12 +36,12 @@ def create_fleet_app(
     turns: TurnOptions | None = None,
     engine_key: str | None = None,
 ) -> FastAPI:
-    """Return the application that serves ``fleet``, which it closes when it ends.
+    """Return the application that serves ``fleet``, and closes it when it ends.
 
     Args:
         settings: by default those of the environment; the key is that of the callers.
         turns: how models take turns.
-        engine_key: the key of engines for which none is listed, for requests that are passed on to them.
+        engine_key: the key for requests that are passed on to engines for which no key is listed.
     """
     from memsaver_server.fleet.controller import FleetController
     from memsaver_server.fleet.turns.options import TurnOptions

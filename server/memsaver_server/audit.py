@@ -1,7 +1,7 @@
-"""Audit log: one line of JSON per operation, with its caller, outcome and duration; of a fleet with its engines.
+"""Audit log: one line of JSON per operation, with its caller, outcome and duration; in a fleet also its engines.
 
 Written to the logger ``memsaver.audit`` at INFO, and to the file that the setting ``audit_file`` names. An engine's
-process gets no handler unless it asks for one. Neither blocks an operation; see ``log_output``.
+process gets no handler unless it asks for one. Writing blocks no operation; see ``log_output``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AuditLog:
             self._lines.put(line.encode() + b"\n")
 
     def close(self) -> None:
-        """Close the file as soon as it has all lines, which is waited for at most ``CLOSE_S`` seconds."""
+        """Close the file once it has all lines; leave it open if that takes more than ``CLOSE_S`` seconds."""
         if self._file is not None and self._lines.close(CLOSE_S):
             self._file.close()
 
@@ -66,7 +66,7 @@ class _File:
         self._open()
 
     def _open(self) -> None:
-        # Not blocking, because opening a pipe without a reader would wait for one; writing to it may block again.
+        # Without O_NONBLOCK, opening a pipe would wait for its reader. Writes may block again.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         self._descriptor = os.open(self._path, flags, 0o600)
         os.set_blocking(self._descriptor, True)

@@ -1,4 +1,4 @@
-"""The clock by which limits of time are measured: that of the system, until a test puts another into its place."""
+"""The clock of all time limits: the system's, unless a test replaces it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ source: Callable[[], float] = time.monotonic
 
 
 def monotonic() -> float:
-    """Return the time in seconds, of which only differences mean something; it never goes back."""
+    """Return the time in seconds, which never goes back; only differences have a meaning."""
     return source()
 
 
 def wait(changed: threading.Condition, seconds: float) -> None:
-    """Wait until ``changed`` is notified, for at most ``seconds``. It may return before."""
+    """Wait until ``changed`` is notified, for at most ``seconds``. May return earlier."""
     changed.wait(seconds)

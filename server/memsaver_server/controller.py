@@ -1,7 +1,7 @@
 """What the routes are mounted on: one engine, or a fleet of them.
 
-A route turns the body of its dialect into a request of the contract, and the controller's answer into that of its
-dialect. What a request does, to how many engines, is the controller's.
+A route turns the body of its dialect into a request of the contract, and the controller's answer into an answer of its
+dialect. The controller decides what a request does, and to how many engines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memsaver_core.contract.requests import Asked, DrainMode, Fields, Release, R
 from memsaver_core.contract.status import HealthAnswer, OccupationAnswer
 from memsaver_server.metrics import CallerFigures
 from memsaver_server.operation.history import History
-from memsaver_server.operation.operation import Operation as Operation
+from memsaver_server.operation.operation import Operation
 from memsaver_server.operation.queue import OperationQueue
 
 #: Poll interval of a stream of events, seconds.
@@ -42,7 +42,7 @@ class Answer:
 
     @classmethod
     def of(cls, answer: Model, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
-        """Return the answer that has the fields of a model, those that a person looks for first."""
+        """Return the answer with the fields of a model, ``success`` and ``message`` first."""
         body = answer.model_dump(mode="json", exclude={"ignored"})
         if body.get("coordinator") == "" and isinstance(answer, reports.OperationAnswer):
             del body["coordinator"]
@@ -55,7 +55,7 @@ class Answer:
 
     @classmethod
     def error(cls, status: int, kind: str, message: str, retry_after_s: int | None = None, **details: Any) -> Answer:
-        """Return the answer that reports an error of ``kind``, with its figures and names."""
+        """Return the answer that reports an error of ``kind``; ``details`` are its figures and names."""
         about = {"type": kind, "message": message, **details}
         headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
         if retry_after_s is not None:
@@ -63,13 +63,13 @@ class Answer:
         return cls({"success": False, "message": message, "error": about}, status, headers)
 
     def of_operation(self, **about: Any) -> Answer:
-        """Return this answer of a failed operation, with its status for readers of the operation, who get a 200."""
+        """Return this answer to a failed operation, with its status in the body: ``GET /operations/ID`` answers 200."""
         error = {**self.body["error"], "status": self.status}
         return replace(self, body={**self.body, "error": error, **about})
 
     @classmethod
     def failure(cls, error: BaseException) -> Answer:
-        """Return the answer that reports ``error``. One that is not memsaver's is a 500 with its type and message."""
+        """Return the answer that reports ``error``. An error that is not memsaver's has status 500."""
         if not isinstance(error, MemsaverError):
             return cls.error(500, "internal_error", f"{type(error).__name__}: {error}")
         return cls.error(error.status, error.kind, str(error), error.retry_after_s, **error.details())
@@ -89,12 +89,12 @@ class EngineState:
 
 @dataclass(frozen=True, eq=False)
 class Models:
-    """The models by which the requests to a kind of controller are read, and its answers described; one for each kind.
+    """The pydantic models of the requests to a kind of controller, and of its answers; one object for each kind.
 
     Attributes:
         several: answers list engines.
         selected: which engines a call is about.
-        failures: statuses of failures, with their descriptions, that not every controller has.
+        failures: descriptions of the error statuses that not every controller has.
     """
 
     release: type[Release] = Release
@@ -216,16 +216,16 @@ class Controller(Protocol[OperationT]):
     # -- state ---------------------------------------------------------------------------------------------------
 
     async def occupation(self, coordinator: str = "") -> dict[str, Any]:
-        """Return what is held now, as JSON; ``coordinator`` asks for it, and holds the engine."""
+        """Return what is held now, as JSON, to the coordinator of this name, if any; it then holds the engine."""
 
     async def rows(self, selected: Fields | None) -> Sequence[EngineState]:
         """Return the selected engines; None: all, if there are any."""
 
     def health(self, *, ready: bool) -> HealthAnswer:
-        """Return whether it lives; with ``ready`` whether it accepts requests."""
+        """Return whether the engine, or the fleet, is alive; with ``ready`` whether it accepts requests."""
 
     async def generates(self) -> Answer:
-        """Return whether a token is generated now."""
+        """Return whether tokens can be generated now."""
 
     def version(self) -> dict[str, str]:
         return {"version": metadata.version("memsaver"), "python": platform.python_version()}
@@ -246,7 +246,7 @@ class Controller(Protocol[OperationT]):
     async def pause(
         self, selected: Fields, mode: DrainMode, timeout_s: float | None, *, asleep: bool = False
     ) -> Answer:
-        """Stop generating; ``asleep``: until a wake-up."""
+        """Stop generating; with ``asleep`` status calls report a sleep."""
 
     async def continue_(self, selected: Fields, *, scheduling: bool = False) -> Answer:
         """Generate again, at once or when all memory is resident; ``scheduling``: after a pause that is ``asleep``."""
@@ -258,7 +258,7 @@ class Controller(Protocol[OperationT]):
         """Forget cached prefixes."""
 
     async def written(self, selected: Fields, tags: Sequence[str]) -> Answer:
-        """Take the caller's word that content was written."""
+        """Note that the caller has written the content of ``tags`` (none: of all that lost it)."""
 
     async def generate(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Serve one request for tokens; only with the capability."""

@@ -19,7 +19,7 @@ _BLOCK_BYTES = 64 << 10
 
 @contextmanager
 def reserved_heap() -> Iterator[None]:
-    """Keep ``RESERVE_BYTES`` free in the calling thread's heap while the block runs, if there is so much memory."""
+    """Keep ``RESERVE_BYTES`` free in the calling thread's heap while the block runs, if there is that much memory."""
     blocks: list[bytearray] = []
     with suppress(MemoryError):  # the thread matters more than its reserve
         while len(blocks) < RESERVE_BYTES // _BLOCK_BYTES:

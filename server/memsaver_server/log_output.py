@@ -1,6 +1,6 @@
 """Log output that never blocks the threads that log: a separate thread writes what waits in a bounded queue.
 
-A pipe that nobody reads, a disk that is full or a file system that hangs then costs lines, which are counted.
+If nobody reads the pipe, the disk is full or the file system hangs, lines are lost, and counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-#: Lines that may wait to be written; those that come while so many wait are dropped.
+#: Lines that may wait to be written; further ones are dropped.
 CAPACITY = 1000
 
 #: The loggers of the service.
@@ -32,7 +32,7 @@ class LogOutput:
     """Passes items from any thread to ``write``, in order."""
 
     def __init__(self, name: str, write: Callable[[Any], object]) -> None:
-        """``name`` is that of the output in the metrics; ``write`` may block, and may raise."""
+        """``name`` labels the output in the metrics; ``write`` may block, and may raise."""
         self._name = name
         self._write = write
         self._begin()
@@ -45,7 +45,7 @@ class LogOutput:
 
     def put(self, item: Any) -> None:
         """Queue ``item``, or drop and count it. Never blocks, never raises."""
-        if self._process != os.getpid():  # a forked child, which has no thread and whose parent writes what waits
+        if self._process != os.getpid():  # a forked child: it has no thread, and its parent writes what was queued
             self._begin()
         if self._waiting.qsize() >= CAPACITY:
             self._drop()
@@ -69,7 +69,7 @@ class LogOutput:
         return thread is None or not thread.is_alive()
 
     def _start(self) -> None:
-        if sys.is_finalizing():  # a thread that is started now never runs, and before Python 3.12 that is waited for
+        if sys.is_finalizing():  # a thread started now never runs; before Python 3.12 its start() would hang
             return
         if (self._thread is None or not self._thread.is_alive()) and self._starting.acquire(blocking=False):
             try:
@@ -93,7 +93,7 @@ class LogOutput:
                 self._write(item)
             except Exception:  # also of handlers that are not ours
                 self._drop()
-            del item  # which may hold an operation, while the thread waits for the next one
+            del item  # it may hold an operation, which would live until the next item comes
 
     def _drop(self) -> None:
         with _counting:
@@ -101,7 +101,7 @@ class LogOutput:
 
 
 class LogStream(io.TextIOBase):
-    """A text stream that passes what is written to a file descriptor, in place of a program's own stderr."""
+    """A text stream that writes to a file descriptor through a ``LogOutput``; it can replace ``sys.stderr``."""
 
     encoding = "utf-8"
 
@@ -144,7 +144,7 @@ class _Relay:
         self._output = LogOutput("log", logger.callHandlers)
 
     def __call__(self, record: logging.LogRecord) -> bool:
-        # As text, because what waits must hold neither the frames of an error nor objects that change.
+        # Formatted now: a record that waits must hold neither an error's frames nor objects that may change.
         with suppress(TypeError, ValueError):  # arguments that do not fit are reported by the handlers
             record.msg, record.args = record.getMessage(), None
         if record.exc_info:

@@ -22,8 +22,8 @@ class CallerFigures:
 
     #: Connections that are open now: those that wait for their caller, and those that are busy.
     open: dict[str, int] = field(default_factory=lambda: {"waiting": 0, "busy": 0})
-    ended: Counter[str] = field(default_factory=Counter)  # connections that it refused or ended so far, by reason
-    refused: Counter[str] = field(default_factory=Counter)  # requests, because of their caller, by reason
+    ended: Counter[str] = field(default_factory=Counter)  # connections that the server ended so far, by reason
+    refused: Counter[str] = field(default_factory=Counter)  # requests refused because of their caller, by reason
 
 
 class Registry(CollectorRegistry):
@@ -47,7 +47,7 @@ def caller_metrics(callers: CallerFigures) -> Iterator[Metric]:
 
 
 def counters(name: str, help_text: str, labels: list[str], counts: Mapping[Any, float]) -> Metric:
-    """Return counts by the value of a label, or by those of several, in order."""
+    """Return a counter. A key of ``counts`` is the value of the label, or a tuple of the values of several."""
     values = {each if isinstance(each, tuple) else (each,): count for each, count in sorted(counts.items())}
     return _filled(CounterMetricFamily(name, help_text, labels=labels), values)
 

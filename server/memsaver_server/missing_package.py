@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def missing_package(error: ImportError, extra: str) -> str:
-    """Return why an import failed; names ``extra`` if it installs what is missing, which is no module of memsaver."""
+    """Return why an import failed; names ``extra`` as the remedy unless a module of memsaver itself is missing."""
     name = (error.name or "").split(".")[0]
     if not isinstance(error, ModuleNotFoundError) or not name or name.startswith("memsaver"):
         return str(error)

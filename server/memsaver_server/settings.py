@@ -18,15 +18,15 @@ from memsaver_server.api_key import parse_api_key
 
 logger = logging.getLogger("memsaver")
 
-#: Variables that are no setting: of the command line, the integrations and the preload library.
+#: Variables that are not settings: those of the command line, the integrations and the preload library.
 OTHER_VARIABLES = (
     *("MEMSAVER_URL", "MEMSAVER_ENGINE_API_KEY", "MEMSAVER_PRELOAD_INHERIT"),
     *("MEMSAVER_VLLM", "MEMSAVER_SGLANG", "MEMSAVER_SGLANG_REPLICAS", "MEMSAVER_TOKENSPEED"),
 )
 
 _SIZE = TypeAdapter(ByteSize)
-#: Least similarity to a known name, by difflib, of a name that counts as misspelt. Kubernetes sets variables such as
-#: MEMSAVER_SERVICE_HOST, which are not.
+#: A name at least this similar (difflib's ratio) to a known one counts as misspelt. MEMSAVER_SERVICE_HOST and the like,
+#: which Kubernetes sets, are less similar.
 _LIKENESS = 0.8
 
 
@@ -94,7 +94,7 @@ class Settings(EnvironmentSettings):
     @field_validator("hosts")
     @classmethod
     def _validate_hosts(cls, hosts: str) -> str:
-        """Refuse what matches no request."""
+        """Refuse names that no request can match."""
         for name in filter(None, map(str.strip, hosts.split(","))):
             if not _is_host(name):
                 raise ValueError(
@@ -140,7 +140,7 @@ def _is_host(name: str) -> bool:
 
 
 def misspelt_variables() -> dict[str, str]:
-    """Return each variable that nothing reads but whose name is much like that of one that is read, with that one."""
+    """Return the variables that nothing reads and whose names resemble a known one, each with the known name."""
     known = {*CoreSettings.variables(), *Settings.variables(), *OTHER_VARIABLES}
     stems = [name.removeprefix(PREFIX) for name in known]
     found = {}

@@ -1,4 +1,4 @@
-"""Threads, which the system may refuse for a moment (then nothing is left half done), and futures of an event loop."""
+"""Starts threads, or leaves nothing half done if the system refuses one; and makes futures of an event loop."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ async def in_thread(
 
 
 def on_this_loop(done: Future[None]) -> asyncio.Future[None]:
-    """Return a future of the running event loop that is done once ``done`` is. Unlike ``asyncio.wrap_future`` it leaves
-    no reference cycle, which would keep what belongs to the future alive until the next garbage collection."""
+    """Return a future of the running event loop that is done once ``done`` is. ``asyncio.wrap_future``
+    would leave a reference cycle, which keeps what the future refers to alive until the next garbage collection."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
 

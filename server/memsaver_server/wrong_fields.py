@@ -1,10 +1,10 @@
-"""What is wrong with JSON or YAML that others wrote, in one sentence."""
+"""Says in one sentence what is wrong with JSON or YAML that others wrote."""
 
 from __future__ import annotations
 
 from pydantic import ValidationError
 
-#: Fields that a sentence names.
+#: Fields that the sentence names at most.
 _NAMED = 3
 #: Characters of a value that are shown.
 _SHOWN = 60

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from memsaver_server.client.errors import AnswerError
 
 _POLL_S = 0.25
-#: The first interval at which a started operation is asked for, which doubles up to the longest, seconds.
+#: The first interval at which a started operation is polled, which doubles up to the longest, seconds.
 _FIRST_S, _LONGEST_S = 0.01, 0.15
 #: Delay before its progress is drawn, seconds. Most operations end earlier.
 _DRAWN_AFTER_S = 0.4
@@ -206,7 +206,7 @@ def until_prepared(
     ``until_ended``: Ctrl-C leaves nothing prepared."""
     try:
         return prepare()
-    except KeyboardInterrupt:  # the call may be on its way yet, its answer may be
+    except KeyboardInterrupt:  # the call, or its answer, may still be on its way
         _say_cancelled(client, start().operation_id)
         raise typer.Exit(int(ExitCode.INTERRUPTED)) from None
 

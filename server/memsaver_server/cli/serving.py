@@ -37,7 +37,7 @@ class Listening(Options):
     ssl_certfile: Path | None = typer.Option(None, help="Serve HTTPS with this certificate (PEM).", show_default=False)
 
 
-#: Time for what is left for stderr to be written at the end, seconds.
+#: Time at the end for writing what waits for stderr, seconds.
 END_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -51,7 +51,7 @@ def starting(extra: str) -> Iterator[None]:
     """Begin to serve. Errors inside end the command with a sentence, signals with exit code 0. ``extra`` names the
     extras of the package without which an import fails."""
     hold_standard_files()
-    # Nobody may read what is written there, and a pipe that is full would block whichever thread writes next.
+    # Possibly nobody reads stderr, and a full pipe would block the thread that writes next.
     sys.stderr = stream = LogStream("stderr", 2)
     atexit.register(stream.settle, END_S)
     _end_on_signals()
@@ -69,7 +69,7 @@ def starting(extra: str) -> Iterator[None]:
 
 @contextmanager
 def until_ended() -> Iterator[None]:
-    """Serve until SIGTERM or SIGINT is received. What is inside announces that requests are answered."""
+    """Serve until SIGTERM or SIGINT is received. The block announces that requests are answered."""
     try:
         _notify("READY=1")
         yield
@@ -89,9 +89,9 @@ def _notify(state: str) -> None:
 
 
 def end_at_once(*, failed: bool) -> None:
-    """End the process with exit code 0 if the interpreter's own end could hang; nothing else may be left to do. It
-    takes torch and CUDA down. While the process is hibernated CUDA waits for a wake-up, for which the device may have
-    no memory. NCCL may wait for its own memory that is suspended or, if ranks of the engine ``failed``, for those."""
+    """End the process with exit code 0 if the interpreter's own end could hang; nothing else may be left to do.
+    That end takes torch and CUDA down. In a hibernated process CUDA waits for a wake-up, for which the device may lack
+    memory. NCCL may wait for its own memory that is suspended or, if ranks of the engine ``failed``, for those."""
     from memsaver_core import communicators, hibernation
 
     if failed or hibernation.is_hibernated() or not communicators.usable():

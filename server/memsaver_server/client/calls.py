@@ -24,9 +24,9 @@ from memsaver_core.contract.reports import (
 )
 from memsaver_core.contract.requests import OperationName
 from memsaver_core.contract.status import FleetOccupation, KvCacheAnswer, OccupationAnswer
+from memsaver_server.address import DEFAULT_URL
 from memsaver_server.client.keywords import ReleaseKeywords, ResizeKvCacheKeywords, ResumeKeywords
 from memsaver_server.client.requests import (
-    DEFAULT_URL,
     FIRST_DELAY_S,
     AnswerT,
     Call,
@@ -37,7 +37,7 @@ from memsaver_server.client.requests import (
     parse_json,
 )
 
-#: Operations that one client has prepared, whose keys it keeps at most.
+#: Keys of prepared operations that one client keeps at most.
 MAX_KEYS = 256
 
 
@@ -130,7 +130,7 @@ class Calls:
         """Release the device memory of ``tags`` (None: of all) to the driver.
 
         Args:
-            prepare: do everything but that: close admission, drain, check; then wait for ``commit`` or ``abort``.
+            prepare: do all that comes before: close admission, drain, check; then wait for ``commit`` or ``abort``.
             options: the other fields of ``memsaver_core.contract.requests.Release``. ``wait`` waits for a conflicting
                 operation instead of raising ConflictError.
 

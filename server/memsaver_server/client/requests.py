@@ -14,7 +14,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from memsaver_core.contract.requests import OperationName
-from memsaver_server.address import DEFAULT_URL as DEFAULT_URL
 from memsaver_server.address import parse_address
 from memsaver_server.api_key import parse_api_key
 from memsaver_server.client.errors import AnswerError, InvalidRequestError, UnreachableError, error_for

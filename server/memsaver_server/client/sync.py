@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class _BlockingCalls(Calls):
-    """Calls that never wait: each coroutine returns at its first step."""
+    """Calls that block: no coroutine of theirs ever waits, so each returns at its first step."""
 
     _client = httpx.Client
     _transport = httpx.HTTPTransport

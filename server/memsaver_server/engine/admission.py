@@ -67,7 +67,7 @@ class Admission:
         return bool(asleep) and any(rank.dp_rank not in asleep for rank in status.ranks)
 
     def close_for(self, reason: str, dp_ranks: Iterable[int] = ()) -> None:
-        """Close admission for an operation, until ``reopen``; if it is of these data-parallel engines, only theirs."""
+        """Close admission, for an operation, until ``reopen``; of ``dp_ranks``, if given, else of the whole engine."""
         with self._lock:
             self._operation, self._leaving = reason, frozenset(dp_ranks)
             self._update()
@@ -137,13 +137,13 @@ class Admission:
             self._to_repair.update(tags)
 
     def repair(self) -> None:
-        """Have the engine repair what was resumed; what fails stays to be repaired."""
+        """Have the engine repair what was resumed. If that fails, the next call tries again."""
         with self._lock:
             tags, lost = sorted(self._to_repair), sorted(self._to_repair & self._lost)
         rebuilt = self._engine.repair(tags, lost) if tags else None
         with self._lock:
             self._to_repair.difference_update(tags)
-            self._lost.difference_update(set(lost) - released_tags(self._memory.status()))  # of other dp ranks
+            self._lost.difference_update(set(lost) - released_tags(self._memory.status()))  # other dp ranks' stay
             self._unwritten.difference_update(rebuilt or ())
             if unwritten := self._unwritten.intersection(lost):
                 logger.warning(discarded(unwritten))

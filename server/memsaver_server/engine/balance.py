@@ -41,12 +41,12 @@ TICK_S = 0.5
 OLD_S = 10.0
 #: How long a shrink waits for requests on pages that go, and how long none is tried after one that failed, seconds.
 DRAIN_S = 10.0
-#: A cache of which so much is used lacks memory, and wants this many times what it has.
+#: A cache of which at least this part is used lacks memory, and wants this many times what it has.
 PRESSED, MORE = 0.9, 1.5
-#: After a prefix was computed again, a cache counts as short of memory for the first time, and gives no memory that it
-#: has to others for the second, seconds. So long, too, it wants what it had before a release.
+#: For LACKS_S after a prefix was computed again a cache counts as short of memory, and for KEEPS_S it gives others none
+#: that it has, seconds. For KEEPS_S after a release it wants the memory that it had before.
 LACKS_S, KEEPS_S = 2.0, 30.0
-#: Moves of less than this part of the largest cache, or a page, are not worth it; so much of the device stays free.
+#: No smaller moves are made than this part of the largest cache, or a page; that much of the device stays free.
 STEP = 1 / 64
 
 _Size = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -58,7 +58,7 @@ class Row(NamedTuple):
     at: float  # of the monotonic clock, which all processes of a host share
     bytes: _Size
     wanted: _Size
-    resume: _Size = 0  # that have to get free, as a resume of the engine was short of memory; then it has no cache
+    resume: _Size = 0  # to be freed for a resume of the engine, which is short of memory and has no cache yet
 
 
 _ROWS = TypeAdapter(dict[str, Row])
@@ -85,7 +85,7 @@ class Balancer:
         self._stopped.set()
 
     def release(self, work: Callable[[], OperationReport]) -> OperationReport:
-        """Return what ``work`` did, which releases the cache and its content."""
+        """Release the cache with its content, by ``work``; return the report."""
         try:
             had = self._cache.read(()).bytes
         except MemsaverError:  # this engine's cannot be resized
@@ -97,13 +97,13 @@ class Balancer:
         return report
 
     def ask(self, size: int) -> None:
-        """Ask other caches of these devices that so many bytes get free, for a resume; 0: it is not short any more."""
+        """Ask the other caches of these devices to free ``size`` bytes for a resume; 0 withdraws that."""
         if size or self._asked:
             self._asked = size
             self._note()
 
     def _note(self) -> None:
-        """Have no row but that of a resume, if one is short of memory."""
+        """Remove the cache's row; write that of a resume if one is short of memory."""
         with suppress(MemsaverError, OSError), _rows(self._lifecycle.memory.read_devices()) as rows:
             rows.pop(self._name, None)
             if self._asked:
@@ -170,7 +170,7 @@ def target_bytes(mine: Row, others: Sequence[Row], free: int, low: int) -> int:
 
 @contextmanager
 def _rows(devices: Sequence[DeviceMemory]) -> Iterator[dict[str, Row]]:
-    """Yield the rows of the engines on these devices, to be changed; nobody else reads or writes them meanwhile."""
+    """Yield the rows of the engines on these devices, to be changed; no other process uses them meanwhile."""
     digest = sha256(" ".join(sorted(device.uuid for device in devices)).encode()).hexdigest()[:16]
     path = Path(f"/dev/shm/memsaver-{os.getuid()}-balance-{digest}")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

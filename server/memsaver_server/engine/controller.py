@@ -59,7 +59,7 @@ _NOTHING_WRITTEN = (ValueError, OSError)
 
 
 class EngineController(Controller[Operation]):
-    """The program that runs the engine may use its ``lifecycle``."""
+    """Controls one engine. The program that runs the engine may use ``lifecycle``."""
 
     models = Models()
 
@@ -158,7 +158,7 @@ class EngineController(Controller[Operation]):
             operation.commit(key)
         finally:
             if operation.request.prepare and (operation.committed or operation.cancelled_by is not None):
-                await self._reached(operation, operation.ended())  # a caller that is refused finds all as before
+                await self._reached(operation, operation.ended())  # when a caller is refused, all is undone
 
     async def cancel(self, operation: Operation, by: str, key: str | None = None, *, force: bool = False) -> None:
         operation.check_owner(key, by if force else None)
@@ -185,9 +185,9 @@ class EngineController(Controller[Operation]):
         return Answer.of(await in_thread(self._elastic.plan, asked, devices))
 
     def _prepared(self, operation: Operation) -> reports.PreparedAnswer:
-        asked, of = operation.request, self.lifecycle
+        asked, lifecycle = operation.request, self.lifecycle
         assert not isinstance(asked, ResizeKvCache), "it is never prepared"
-        plan = plan_release(of, asked) if isinstance(asked, Release) else plan_resume(of, asked, ())
+        plan = plan_release(lifecycle, asked) if isinstance(asked, Release) else plan_resume(lifecycle, asked, ())
         path = f"/{plan.operation}_memory_occupation"
         return reports.PreparedAnswer(
             message=f"prepared to {planned_text(plan.operation, plan.tags)}. POST {path} with commit={operation.id} "
@@ -223,8 +223,8 @@ class EngineController(Controller[Operation]):
         return self._cache
 
     def _holder(self, asker: str = "") -> str:
-        """Return the coordinator, other than ``asker``, that has asked last, and not too long ago. One that has asked
-        neither lately nor since ``asker`` began to is its predecessor, and gone."""
+        """Return the coordinator other than ``asker`` that asked last, unless that is too long ago. One that has asked
+        neither lately nor since ``asker`` asked first is the predecessor of ``asker``, and has ended."""
         now = clock.monotonic()
         since = max(now - HELD_S, min(now - ASKS_S, self._held.get(asker, (0.0, 0.0))[0]))
         others = ((last, name) for name, (_, last) in self._held.items() if name != asker and last > since)
@@ -437,7 +437,7 @@ def _message(report: reports.OperationReport) -> str:
     release = report.operation == "release"
     if moved := report.released_bytes if release else report.resumed_bytes:
         names = ", ".join(tag.tag for tag in report.tags if tag.released_bytes or tag.resumed_bytes)
-        of = f" of {names}" if names else ""  # a repeat long after gets no more than sums
+        of = f" of {names}" if names else ""  # a repeat after the operation was forgotten gets only sums
         return f"{'released' if release else 'resumed'} {readable(moved)}{of} in {report.seconds:.3f} s"
     if any(tag.bytes for tag in report.tags):
         return f"{'released' if release else 'resident'} already: nothing to {report.operation}"

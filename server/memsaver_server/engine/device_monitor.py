@@ -79,7 +79,7 @@ class DeviceMonitor:
             return [sample for sample in self._history if sample.at > time.time() - HISTORY_S]
 
     def note(self, devices: Iterable[DeviceDelta]) -> None:
-        """Use an operation's last readings as the latest sample, so that its caller finds what it left."""
+        """Use an operation's last readings as the latest sample, so that its caller sees their effect."""
         metered = [each for each in devices if isinstance(each, MeteredDelta)]
         read = tuple(DeviceMemory(**{**dict(each), "used_bytes": each.used_after_bytes}) for each in metered)
         if read:
@@ -130,7 +130,7 @@ class DeviceMonitor:
 def _sample(at: float, devices: tuple[DeviceMemory, ...], memory: Memory) -> Sample:
     if memory is not LOCAL_MEMORY:
         return Sample(at, devices, memory.status())
-    nccl = ms.read_communicators()  # before the status, which has what was counted last
+    nccl = ms.read_communicators()  # before the status, which reports what this counts
     return Sample(
         at,
         devices,

@@ -102,8 +102,8 @@ class ElasticCache:
         return plan_answer("resize", does, [planned], blockers, rooms)
 
     def fit(self, resume: Callable[[], OperationReport]) -> OperationReport:
-        """Return what ``resume`` did, which brings the released cache back with as many pages as find room. Raises
-        OutOfDeviceMemoryError if these are too few: the cache then has its size of before, and stays released."""
+        """Call ``resume``, which brings back the released cache, with as many pages as find room; return its report.
+        Raises OutOfDeviceMemoryError if these are too few: the cache then keeps its size, and stays released."""
         before = self._engine.kv_cache()
         pages, fewer, lowest = before.kept, 1, max(1, before.needed)
         while True:
@@ -126,8 +126,8 @@ class ElasticCache:
         return min(low, limit), limit
 
     def lowered(self, release: Callable[[], OperationReport]) -> OperationReport:
-        """Return what ``release`` did, which releases the cache: before that, it gets as small as its bounds and
-        requests permit, so that its resume finds room. The report has what went in both."""
+        """Make the cache as small as its bounds and requests permit, so that its resume finds room; then release it by
+        ``release``. The report counts what both have released."""
         before = self._engine.kv_cache()
         pages = max(1, before.needed, math.ceil(self.bounds[0] / before.page_bytes))
         shrunk = self._tag().shrunk_bytes
@@ -142,7 +142,7 @@ class ElasticCache:
         return report.model_copy(update={"tags": tuple(tags), "released_bytes": report.released_bytes + more})
 
     def _back(self, pages: int) -> bool:
-        """Return whether the cache, which no request uses beyond them or which is released, has so many pages now."""
+        """Back only ``pages`` pages with memory; return whether that succeeded. No request uses any other."""
         try:
             self._engine.limit_kv_cache(pages, 0.0)
             self._engine.resize_kv_cache(pages)
@@ -167,7 +167,7 @@ class ElasticCache:
             except OutOfDeviceMemoryError:
                 if not limits:
                     raise
-                operation.move_later()  # it keeps its size, and may grow to the new limit by need
+                operation.move_later()  # the cache keeps its size, and may grow to the new limit by need
                 report = self._lifecycle.with_room(operation, log, 0.0, partial(move, before))
         except BaseException:
             operation.undo()
@@ -226,7 +226,7 @@ class ElasticCache:
 
 
 def free_bytes(devices: Iterable[DeviceMemory]) -> int:
-    """Return what each of the devices has free."""
+    """Return what is free on the device that has least."""
     return min((each.total_bytes - each.used_bytes for each in devices), default=0)
 
 

@@ -219,7 +219,7 @@ class Lifecycle:
         return report.model_copy(update={"phases": log.phases})
 
     def status_of(self, request: Release | Resume) -> Status:
-        """Return what the data-parallel engines hold that ``request`` is about, by default all."""
+        """Return the status of the data-parallel engines that ``request`` selects, by default of all."""
         if request.dp_ranks and isinstance(self.memory, DataParallelMemory):
             return self.memory.status_of(request.dp_ranks)
         return self.memory.status()
@@ -243,7 +243,7 @@ class Lifecycle:
         while True:
             self._take_between_updates(operation, log)
             try:
-                self.ask_for_memory(0)  # before it has it: others would give as much again
+                self.ask_for_memory(0)  # end the last attempt's request: others would give as much again
                 return work()
             except errors.OutOfDeviceMemoryError as short:
                 if operation.request.operation == "resume":
@@ -296,7 +296,7 @@ class Lifecycle:
             raise
 
     def _wait_for_memory(self, index: int, needed_bytes: int, deadline: float, operation: Operation) -> None:
-        """Return once the device has so much free, or at the deadline. Polls: other processes signal no release."""
+        """Return once the device has that much free, or at the deadline. Polls: other processes signal no release."""
         while clock.monotonic() < deadline:
             time.sleep(max(0.0, min(MEMORY_POLL_S, deadline - clock.monotonic())))
             operation.check()
@@ -365,8 +365,8 @@ class Lifecycle:
             raise
 
     def content_written(self, tags: Sequence[str]) -> str:
-        """Take the caller's word that the content of ``tags`` (none: all that is lost) was written; return why
-        admission is still closed, or nothing. Raises UnknownTagError, NotResidentError if a tag is released, or
+        """Note that the caller has written the content of ``tags`` (none: all that is lost); return why admission is
+        still closed, or nothing. Raises UnknownTagError, NotResidentError if a tag is released, or
         MemoryBusyError while an update writes."""
         self.memory.check_tags(tags)
         written = list(tags) or self.snapshot().unwritten
@@ -425,8 +425,8 @@ class Lifecycle:
             raise errors.EngineFailedError(failed_for_good(status))
 
     def check(self, request: Release | Resume) -> None:
-        """Raise VerificationUnavailableError, WrongWeightsError, UnsupportedError or BadRequestError if it asks for
-        what is not there."""
+        """Raise VerificationUnavailableError, WrongWeightsError, UnsupportedError or BadRequestError if ``request``
+        asks for what this engine does not have."""
         self._verification.check(request)
         if request.dp_ranks:
             self._check_part(request)

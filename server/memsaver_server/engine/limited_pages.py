@@ -1,4 +1,4 @@
-"""The KV cache of an engine that hands out the cache's pages elsewhere: in another process, or between two steps."""
+"""The KV cache of an engine that hands out its pages in another process, or in another thread between two steps."""
 
 from __future__ import annotations
 

@@ -313,8 +313,8 @@ class FleetController(Controller[FleetOperation]):
             raise errors.FleetUnknownError(self._observer.trouble)
         selector = fields.selected()
         engines = [engine for engine in self._observer.status.engines if selector.matches(engine)]
-        strangers = sorted(set(selector.names) - self._observer.members.keys())
-        results.NoEngineError.check(selector, engines, strangers)
+        unknown = sorted(set(selector.names) - self._observer.members.keys())
+        results.NoEngineError.check(selector, engines, unknown)
         return engines
 
 

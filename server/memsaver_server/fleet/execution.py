@@ -68,7 +68,7 @@ class Execution:
         """Carry it out on each engine by itself. Nothing was done if it raises RecordError."""
         self._operation.how = "each"
         await self._name_tags()
-        # First: a reconciler is to do what remains.
+        # Before any engine acts: a reconciler does what remains.
         await self._keeper.begun(self._operation.id, self._operation.known("begun"), self._operation.wish)
         self._report("commit")
         groups = await groups_of(self._request, [part for part in self._parts if part.failure is None])
@@ -113,7 +113,7 @@ class Execution:
         await self._look()
         await self._name_tags()
         for part in self._parts:
-            # Of one that is idle nothing is asked now. One that still drains for it is found by the key.
+            # An idle engine has nothing to abort. An operation that still drains is found by the key.
             part.asked = part.after is not None and part.after.operation_id is not None
             if part.after is not None and part.after.prepared is not None:
                 part.operation_id = part.after.prepared.operation_id
@@ -137,10 +137,10 @@ class Execution:
                 await self._end(self._operation.wish, self._wishes_for_unnamed())
 
     async def undo(self) -> None:
-        """Have every engine as before: abort what is prepared, move back what was moved."""
+        """Restore every engine: abort what is prepared, move back what was moved."""
         self._report("roll_back")
         self._operation.how = "undone"
-        with suppress(RecordError):  # says committing: another coordinator would fail to commit, and undo as well
+        with suppress(RecordError):  # it then says committing: another coordinator would fail to commit, and undo
             await self._note("rolling_back")
         await asyncio.gather(*map(self._undo_one, self._parts))
         await self._look()
@@ -149,7 +149,7 @@ class Execution:
     # -- tags that no caller names -------------------------------------------------------------------------------------
 
     async def _name_tags(self) -> None:
-        """Have engines resume what no caller names with the last of the tags that callers do. Raises RecordError."""
+        """Have a resume of the last tags that callers name include those that none names. Raises RecordError."""
         tags = self._request.tags
         if self._request.operation != "resume" or not tags:
             return
@@ -252,7 +252,7 @@ class Execution:
 
     async def _commit_one(self, part: Part) -> None:
         try:
-            # An expired lease is not committed: it is renewed while enough of it is left.
+            # An expired lease cannot be committed: one that is half over is renewed.
             if part.stage == "prepared" and part.lease_left() < self._lease_s / 2:
                 known = part.operation_id
                 await self._prepare_one(part, self._silence_s)
@@ -284,19 +284,19 @@ class Execution:
         part.ended()
 
     async def _aborted(self, part: Part) -> bool:
-        """Return whether the engine surely does not carry out its operation any more."""
+        """Return whether the engine has certainly given up its operation."""
         try:
             await part.connection.abort(part.operation_id, self._key)
         except EngineFailure as failure:
             if not failure.answered:
                 raise
-            return failure.kind == "not_found"  # a new process, or long ago
+            return failure.kind == "not_found"  # a new process, or the operation is forgotten
         return True
 
     async def _options_back(self, part: Part, tags: Collection[str]) -> dict[str, object]:
         """Return the options with which ``tags`` of an engine are moved back; to release them, those that are wanted of
-        this engine. Content that it has is kept, also if the record does not say so. It may wait for the end of what is
-        being undone."""
+        this engine. Content that it has is kept, also if the record does not say so. ``wait``: for the operation that
+        is undone, which may not have ended."""
         request = self._request
         if request.operation == "release":
             return {"wait": True, "wait_for_memory_s": self._timeout_s}
@@ -317,8 +317,8 @@ class Execution:
         return {"wait": True, "timeout_s": self._timeout_s, **options, "restore": restore}
 
     async def _confirm(self) -> None:
-        """Check that engines which are done are so still: somebody else may have moved them while others were slow, or
-        they may have died."""
+        """Check that engines that are done still are: another caller may have moved their memory meanwhile, or they may
+        have died."""
 
         async def look(part: Part) -> None:
             try:
@@ -338,8 +338,8 @@ class Execution:
         return {}
 
     async def _wishes_for_the_rest(self) -> list[Wanted]:
-        """Return what a reconciler is to do on engines that could not be undone, or do not answer, unless it is wanted
-        already: until asked, or with these options."""
+        """Return wishes by which a reconciler undoes it on engines where that failed, or that do not answer: none for
+        tags of which that state is wanted already, be it with options or until asked."""
         verb, wish = self._request.operation, self._operation.wish
         assert wish is not None  # it is of mode ``all``
         back = wish.model_copy(update={"state": STATES[OPPOSITE[verb]], "options": {}, "until_asked": False})

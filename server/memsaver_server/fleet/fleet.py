@@ -69,9 +69,9 @@ DEFAULT_TIMEOUT_S = 60.0
 
 
 class AsyncFleet:
-    """Coordinates the engines of a membership. Use it in one event loop, and only one with a record.
+    """Coordinates the engines of a membership. Use it in one event loop. Only one may use a record.
 
-    It is not the source of truth: what the engines are is asked of them, what is wanted is in the record. Operations
+    It is not the source of truth: the engines report what they are, the record has what is wanted. Operations
     that share an engine or a GPU run one after another, others side by side.
 
     Args:
@@ -107,8 +107,8 @@ class AsyncFleet:
         #: Called with each operation that has ended, unless that only repeats a success.
         self.on_ended: Callable[[FleetOperation], None] = lambda _: None
         self._recovering = asyncio.Lock()
-        self._left: dict[str, Running] | None = None  # what another coordinator had begun, once that is known
-        self._recoveries: dict[str, FleetOperation] = {}  # those of it that are being brought to an end
+        self._left: dict[str, Running] | None = None  # what another coordinator had begun; None: not read yet
+        self._recoveries: dict[str, FleetOperation] = {}  # those of ``_left`` that are being brought to an end
         self._reconciler = Reconciler(
             self.roster, self._keeper, self._locks, self._hub, self._coordinator, self._reconciled
         )
@@ -225,13 +225,13 @@ class AsyncFleet:
         return {part.before.coordinator for _, part in said if part is not None and part.before is not None} - {""}
 
     def _recovered(self, operation_id: str, task: asyncio.Task[FleetResult]) -> None:
-        """Take note that a task has ended; what it could not do is tried again."""
+        """Note that a task of ``_recoveries`` has ended; the next call of ``_recover`` repeats it if it failed."""
         del self._recoveries[operation_id]
         if self._left is not None and not task.cancelled() and task.exception() is None:
             del self._left[operation_id]
 
     async def reconcile(self) -> list[EngineResult]:
-        """Bring engines that are not what is wanted to it, once; return what was done, and what could not be."""
+        """Bring engines that differ from what is wanted to that state, once; return what was done, and what failed."""
         await self._recover()
         return await self._reconciler.once()
 
@@ -342,8 +342,8 @@ class AsyncFleet:
         """Return a part for each engine that an operation selects now; raise NoEngineError if one is missing."""
         selector = operation.asked.selected()
         parts = await self.roster.parts(selector, partial(setattr, operation, "parts"))
-        strangers = await self.roster.strangers(selector, parts) if parts else []
-        NoEngineError.check(selector, parts, strangers)
+        unknown = await self.roster.unknown_names(selector, parts) if parts else []
+        NoEngineError.check(selector, parts, unknown)
         return parts
 
     def _lock_names(self, operation: FleetOperation, parts: Sequence[Part]) -> set[str]:
@@ -404,7 +404,7 @@ class AsyncFleet:
             operation.given_up.set()
             return self._finish(operation, "it was cancelled")
         operation.how = "each"
-        if known.resized is not None:  # whether its engines live or not: they do not know what it was
+        if known.resized is not None:  # without failures to answer: engines do not know what it was
             operation.parts = [Part(part.member, part.connection, after=part.before) for part in operation.parts]
         for part in operation.parts:
             if known.resized is None and known.outcome == "succeeded":

@@ -34,7 +34,7 @@ _TAG_SIZES = [name for name, field in TagOccupation.model_fields.items() if fiel
 
 
 class Observer:
-    """Use it in one event loop. ``status`` and ``members`` are as last seen."""
+    """Reads the engines' states; ``status`` and ``members`` are the last ones. Use it in one event loop."""
 
     def __init__(self, fleet: AsyncFleet, engine_key: str | None) -> None:
         self._fleet = fleet
@@ -48,7 +48,7 @@ class Observer:
         self.status = FleetStatus(state="", engines=[], wanted=[], demands=[])
         self.members: dict[str, Member] = {}
         self.keys: dict[str, str | None] = {}  # of the engines, by name
-        self.trouble = ""  # why members or record cannot be read: ``status`` is of those last read; empty if they can
+        self.trouble = ""  # why members or record cannot be read, so that ``status`` is old; empty if they can
         #: Device memory in use on all GPUs together, bytes; ``at`` is seconds since the epoch.
         self.readings: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
@@ -136,7 +136,7 @@ class Observer:
             await asyncio.sleep(max(INTERVAL_S, (SHARE - 1) * self._took_s))
 
     async def _read(self) -> str:
-        """Read the record, then the members; return why they cannot be read: what was not is as last read."""
+        """Read the record, then the members; return why one cannot be read, which then stays as last read."""
         try:
             self._record = await self._fleet.record()
             self.members = {member.name: member for member in await self._roster.members()}

@@ -153,8 +153,8 @@ class Reconciler:
         if other not in self._rivals:
             self._rivals.add(other)
             logger.warning(
-                "engine %s is held by %s, too, or was until lately: while there are two coordinators, none brings it to "
-                "what is wanted, and the last operation counts; end one of them",
+                "engine %s is held by %s, too, or was until lately: while there are two coordinators, none brings it "
+                "to what is wanted, and the last operation counts; end one of them",
                 part.member.name,
                 other,
             )

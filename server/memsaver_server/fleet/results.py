@@ -46,12 +46,12 @@ class NoEngineError(FleetError, kind="not_found", status=404):
     """No engine is selected, or one that is named is no member."""
 
     @classmethod
-    def check(cls, selector: Selector, found: Collection[object], strangers: Collection[str]) -> None:
-        """Raise the error if ``found``, the engines of ``selector``, are none, or ``strangers`` are named in it."""
+    def check(cls, selector: Selector, found: Collection[object], unknown: Collection[str]) -> None:
+        """Raise the error if ``found``, the engines of ``selector``, are none, or any name in it is ``unknown``."""
         if not found:
             raise cls(f"no engine of the fleet matches {selector.model_dump_json(exclude_defaults=True)}")
-        if strangers:
-            raise cls(f"the fleet has no engine {', '.join(map(repr, strangers))}; nothing was done")
+        if unknown:
+            raise cls(f"the fleet has no engine {', '.join(map(repr, unknown))}; nothing was done")
 
 
 class EngineResult(Model):

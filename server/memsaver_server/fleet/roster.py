@@ -29,7 +29,7 @@ _Key = tuple[str, str, str | None]
 
 
 class Roster:
-    """Use it in one event loop. Its methods raise MembershipError."""
+    """The members of a fleet. Use it in one event loop. Its methods raise MembershipError."""
 
     def __init__(self, membership: Membership, locks: Locks, coordinator: Coordinator) -> None:
         self.membership = membership
@@ -54,7 +54,7 @@ class Roster:
         return listed
 
     def one_each(self, members: Iterable[Member]) -> list[Member]:
-        """Return the members without further addresses of an engine, as far as engines have said who they are."""
+        """Return the members, each engine only once, as far as the engines' ids are known."""
         found: dict[str, Member] = {}
         for member in members:
             url, engine_id, until = self._ids.get(member.name, ("", "", 0.0))
@@ -90,9 +90,9 @@ class Roster:
             if selector.matches(part.member) or (part.failure is not None and selector.may_match(part.member))
         ]
 
-    async def strangers(self, selector: Selector, parts: Sequence[Part]) -> list[str]:
-        """Return the names in ``selector`` that no member has; ``parts`` are those selected. What is known to have died
-        is no stranger: calls go on without it."""
+    async def unknown_names(self, selector: Selector, parts: Sequence[Part]) -> list[str]:
+        """Return the names in ``selector`` that no member has; ``parts`` are those selected. Members that are known to
+        have died are left out: calls go on without them."""
         missing = set(selector.names) - {part.member.name for part in parts}
         if missing:
             missing -= {member.name for member in await self.members()}
@@ -101,8 +101,8 @@ class Roster:
         return sorted(missing)
 
     def asking(self, member: Member, max_age_s: float = 0.0, *, anew: bool = False) -> tuple[float, asyncio.Task[Part]]:
-        """Return when a member was asked, and the task that asks it. Readers of the fleet share a task, for reading
-        alone, if it began at most ``max_age_s`` seconds before this call or, unless ``anew``, if the member is silent.
+        """Return when a member was asked, and the task that asks it. Calls that only read share a task: one that began
+        at most ``max_age_s`` seconds before this call or, unless ``anew``, one of a member that is silent.
         """
         key, now = _key(member), clock.monotonic()
         at, ask = self._asks.get(key, (-math.inf, None))
@@ -140,7 +140,7 @@ class Roster:
         return part
 
     async def ask(self, part: Part) -> None:
-        """Have a part know what its engine holds, or that it does not answer."""
+        """Ask the engine of a part what it holds; note that, or its failure, in the part."""
         listed = part.member
         try:
             part.before = await part.connection.occupation()

@@ -1,4 +1,4 @@
-"""The events of a fleet as one stream for everybody who watches."""
+"""The events of a fleet, as a stream for each watcher."""
 
 from __future__ import annotations
 

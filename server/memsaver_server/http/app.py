@@ -54,7 +54,7 @@ def application(
     app.state.memsaver = service
     app.add_middleware(FairnessMiddleware, queue=service.fair_queue, kind_of=partial(kind_of, settings))
     app.add_middleware(ShutdownMiddleware, closing=controller.closing)
-    # As they are: included, FastAPI would build them again for each application, which takes 0.05 s.
+    # Not by include_router(), which would build each route again for each application: that takes 0.05 s.
     app.router.routes.extend(route for router in routers for route in router.routes)
     app.add_exception_handler(MemsaverError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http)
@@ -88,8 +88,8 @@ async def _answer_unexpected(request: Request, error: Exception) -> JSONResponse
 
 
 class ShutdownMiddleware:
-    """Answers a request that the end of the server cancels, once ``closing`` is set, unless its answer has begun: the
-    ASGI server would answer it with plain text."""
+    """Answers a request that is cancelled once ``closing`` is set, as the server ends, unless its answer has begun: the
+    ASGI server would answer with plain text."""
 
     def __init__(self, app: ASGIApp, closing: threading.Event) -> None:
         self._app = app

@@ -35,7 +35,7 @@ def has_valid_key(request: Request, key: SecretStr | None) -> bool:
 
 
 def kind_of(settings: Settings, scope: Scope) -> Kind:
-    """Return the kind of a request, which decides its turn; only the body would show whether a signature is valid."""
+    """Return the kind of a request, which decides its turn. A signature is not verified here: that takes the body."""
     request = Request(scope)
     keys = (settings.api_key, settings.read_key)
     if settings.api_key is not None and not any(has_valid_key(request, key) for key in keys):
@@ -44,8 +44,8 @@ def kind_of(settings: Settings, scope: Scope) -> Kind:
 
 
 def check_key(request: Request, settings: Settings, *, reads: bool = False) -> None:
-    """Raise UnauthorizedError if the caller's key is missing or wrong, or ForbiddenError: it may only read; or none is
-    set, and the caller is not on this machine. With ``reads`` the read-only key suffices for any route."""
+    """Raise UnauthorizedError if the caller's key is missing or wrong, ForbiddenError if it may only read, or if no key
+    is set and the caller is not on this machine. With ``reads`` the read-only key suffices for any route."""
     if settings.api_key is None:
         if not _is_local(request.scope):
             raise ForbiddenError(
@@ -65,7 +65,7 @@ def check_key(request: Request, settings: Settings, *, reads: bool = False) -> N
 
 def check_browser(request: Request, settings: Settings) -> None:
     """Refuse requests that a browser sends for another site's page, which could otherwise release a local engine.
-    Raises ForbiddenError if the page or the name that the browser reached us by is another's, or it only prefetches."""
+    Raises ForbiddenError if the page or the host name is not this server's, or if the browser only prefetches."""
     if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         raise ForbiddenError("a page of another site may not call this server", "other_site")
     if any("prefetch" in request.headers.get(name, "").lower() for name in ("sec-purpose", "purpose", "x-moz")):
@@ -76,8 +76,8 @@ def check_browser(request: Request, settings: Settings) -> None:
 
 
 def _check_host(request: Request, settings: Settings) -> None:
-    """Refuse names and addresses that are not ours: a site can let its own name lead to this machine. Browsers let such
-    pages call this machine by ``0.0.0.0`` and ``[::ffff:127.0.0.1]``, too, without ``Sec-Fetch-Site``."""
+    """Refuse host names that are not ours: a site can let its own resolve to this machine (DNS rebinding). Pages of any
+    site can call ``0.0.0.0`` and ``[::ffff:127.0.0.1]``, too: browsers send no ``Sec-Fetch-Site`` there."""
     name, (_, port) = _host_of(request), _server(request.scope)
     ours = {"localhost", *(each.strip().lower() for each in settings.hosts.split(","))}
     if name and port is not None and name not in ours and not _is_loopback(name):
@@ -89,7 +89,7 @@ def _check_host(request: Request, settings: Settings) -> None:
 
 
 def _check_page(request: Request) -> None:
-    """Refuse the pages of others. To most hosts browsers send no ``Sec-Fetch-Site`` over plain HTTP."""
+    """Refuse pages of other sites. Over plain HTTP browsers send no ``Sec-Fetch-Site`` to most hosts."""
     headers = request.headers
     pages = [headers[name] for name in ("origin", "referer") if name in headers]
     if any(_host_and_port(page) != headers.get("host", "").lower() for page in pages):

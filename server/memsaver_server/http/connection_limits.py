@@ -40,7 +40,7 @@ REST_S = 5.0
 
 class Connections:
     """The open connections of a service: busy ones, which have a request in progress, and those that wait for their
-    caller: for a complete request head, or until it reads."""
+    caller: for a complete request head, or until it reads the answer."""
 
     def __init__(self, figures: CallerFigures) -> None:
         self.figures = figures
@@ -64,12 +64,12 @@ class Connections:
         self._count()
 
     def make_room(self) -> None:
-        """Drop connections over the limit: of those that wait, the one that began first. It may be the newest."""
+        """Drop connections over the limit: those that have waited longest, which may include the newest one."""
         while self._waiting and len(self._waiting) + len(self._busy) > max_connections():
             next(iter(self._waiting)).drop("evicted")
 
     def is_crowded(self) -> bool:
-        """Whether the connections that are left are for probes."""
+        """Whether so few connections are left that only probes are answered."""
         most = max_connections()
         return len(self._busy) >= most - max(1, most // PROBE_SHARE)
 

@@ -25,12 +25,12 @@ from memsaver_server.threads import in_thread
 logger = logging.getLogger("memsaver")
 Model = TypeVar("Model", bound=BaseModel)
 RequestT = TypeVar("RequestT", bound=Fields)
-#: Larger bodies are parsed in a thread, because that would delay other requests.
+#: Bodies of this size are parsed in a thread, so that parsing does not delay other requests.
 LARGE_BYTES = 1 << 20
-#: Values that a body may have whose size is not limited to that of a memory call: parsing more holds up all requests.
+#: Values that a body may have unless a smaller size limit bounds them: parsing more would delay all requests.
 MAX_VALUES = 1 << 20
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
-#: Errors of a request that are named.
+#: Errors of a request that its answer names at most.
 MAX_ERRORS = 8
 #: The JSON escape of a surrogate, which may be unpaired.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -73,7 +73,7 @@ async def body_of(request: Request, limit: str | None = "max_body_bytes") -> byt
 
 async def json_of(request: Request, limit: str | None = "max_body_bytes") -> dict[str, Any]:
     """Return the JSON object in the body; an absent or null body is an empty object. Ignores the content type. Raises
-    BadRequestError if it is not an object, or has too many values, which only the default ``limit`` bounds."""
+    BadRequestError if it is not an object or, with the default ``limit``, has more than MAX_VALUES values."""
     body = await body_of(request, limit)
     if not body.strip():
         return {}
@@ -94,7 +94,7 @@ def _check_few_values(body: bytes) -> None:
     """Raise ValueError if ``body`` has more than MAX_VALUES values; takes a fraction of the time of parsing them."""
     if _values(body) <= MAX_VALUES:
         return
-    # Text may have any number of commas and brackets.
+    # Commas and brackets inside strings do not count.
     strings = (body.count(b'"') - body.count(b'\\"')) // 2
     if strings > MAX_VALUES or _values(_STRING.sub(b"", body)) > MAX_VALUES:
         raise ValueError(f"it has more than {MAX_VALUES} values")
@@ -126,7 +126,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def query_of(request: Request, reads: Callable[[str], bool]) -> dict[str, Any]:
-    """Return what the query has of the names that are read; raise BadRequestError if it has one more than once."""
+    """Return the parameters of the query whose names ``reads`` accepts; raise BadRequestError if one comes twice."""
     try:
         return _once([(name, value) for name, value in request.query_params.multi_items() if reads(name)])
     except ValueError as error:
@@ -190,7 +190,7 @@ def plain(fields: Fields, model: type[RequestT], **changes: Any) -> RequestT:
 
 
 async def guard(request: Request) -> None:
-    """Require the key, and refuse requests of other sites' pages. For routes marked ``reads_only`` each key will do."""
+    """Require the key, and refuse requests of other sites' pages. Routes marked ``reads_only`` accept either key."""
     check_browser(request, service_of(request).settings)
     check_key(request, service_of(request).settings)
     CLIENT.set(request.receive)
@@ -251,8 +251,8 @@ _DESCRIPTIONS = {
 
 
 def failures(also: Mapping[int, str] | None = None, *, only: Collection[int] = ()) -> Responses:
-    """Return the descriptions of error responses: of the statuses ``only``, by default all of routes that change or
-    wait for something, and of those in ``also``, which has other descriptions."""
+    """Return OpenAPI's descriptions of the error responses ``only``, by default of all those of a route that changes or
+    waits for something; ``also`` adds descriptions, or replaces them."""
     texts = {**({status: _DESCRIPTIONS[status] for status in only} if only else _DESCRIPTIONS), **(also or {})}
     return {status: {"model": ErrorAnswer, "description": text} for status, text in texts.items()}
 

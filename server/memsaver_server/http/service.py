@@ -1,4 +1,4 @@
-"""The state behind the routes: a controller, and what a server keeps of its callers."""
+"""The state behind the routes: a controller, and what a server remembers of its callers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from memsaver_core.contract.errors import BadRequestError, ServerEndsError
 from memsaver_core.contract.requests import Asked
-from memsaver_server.controller import Answer, Controller, Operation, accepted
+from memsaver_server.controller import Answer, Controller, accepted
 from memsaver_server.http.auth import caller
 from memsaver_server.http.connection_limits import Connections
 from memsaver_server.http.fairness import FairQueue
 from memsaver_server.http.request_signing import NonceCache
+from memsaver_server.operation.operation import Operation
 from memsaver_server.settings import Settings
 
 #: Longest Idempotency-Key, characters: thousands are kept for a day.
@@ -23,7 +24,7 @@ MAX_KEY = 255
 
 
 class Service:
-    """A controller, served."""
+    """A controller, and the state of the server in front of it."""
 
     def __init__(self, controller: Controller[Any], settings: Settings) -> None:
         self.controller = controller
@@ -50,14 +51,14 @@ class Service:
         return operation
 
     async def answer(self, request: Request, asked: Asked) -> JSONResponse:
-        """Return the response to an operation: planned, in the background, prepared, or done; raises as ``operate``."""
+        """Carry out, start or plan an operation, as ``asked``; return the response. Raises as ``operate``."""
         if asked.dry_run:
             return response_of(await self.controller.plan(asked))
         operation = await self.operate(request, asked)
         return response_of(accepted(operation) if asked.run_async else self.controller.answer(operation))
 
     async def planned(self, asked: Any, what: str) -> JSONResponse | None:
-        """Return the response to a dry run of what moves no memory; None if ``asked`` is to be done."""
+        """Return the response to a dry run of a call that moves no memory; None if ``asked`` is no dry run."""
         if not asked.dry_run:
             return None
         await self.controller.rows(asked)

@@ -1,4 +1,4 @@
-"""Work for a client that may go away before its answer: the work then ends."""
+"""Work that is cancelled if the client that it is for goes away."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from starlette.types import Receive
 
 _T = TypeVar("_T")
 
-#: Notifies of the end of the client of the request that the current task answers; unset in a task that answers none.
+#: ASGI's ``receive`` of the request that the current task answers; unset in a task that answers none.
 CLIENT: ContextVar[Receive] = ContextVar("CLIENT")
-#: The answer of a client that is gone, as some proxies log it.
+#: The status of a request whose client is gone, as some proxies log it.
 CLIENT_CLOSED = 499
 
 
@@ -22,9 +22,9 @@ class ClientGoneError(Exception):
 
 
 async def while_connected(work: Coroutine[Any, Any, _T], grace_s: float = 0.0, receive: Receive | None = None) -> _T:
-    """Return the result of ``work``, for the request that the current task answers, if it does, or that of ``receive``,
-    whose body must have been read. Raises ClientGoneError if its client went away ``grace_s`` seconds before; ``work``
-    was cancelled, and has ended."""
+    """Return the result of ``work``. Its client is that of ``receive``, by default of the request that the current task
+    answers, if any; the body must have been read. Raises ClientGoneError ``grace_s`` seconds after the client has gone
+    away: ``work`` was cancelled then, and has ended."""
     if (receive := receive or CLIENT.get(None)) is None:
         return await work
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))

@@ -52,7 +52,7 @@ class History(Generic[_Operation]):
         return [operation for operation in self._by_id.values() if not operation.has_ended]
 
     def add(self, operation: _Operation) -> None:
-        self._by_id.pop(operation.id, None)  # one of this id has failed, and is repeated
+        self._by_id.pop(operation.id, None)  # a failed operation of this id is repeated
         self._by_id[operation.id] = operation
         self.forget()
 
@@ -84,8 +84,8 @@ class Keys:
         self._uses: dict[str, _Use] = {}  # of operations that are remembered, by id
 
     def find(self, request: Asked, key: str | None) -> Operation | None:
-        """Return the operation that a call under ``key`` got before, unless that is to be tried anew. Raises
-        IdempotencyKeyError if the call before was another request."""
+        """Return the operation that an earlier call under ``key`` got, unless that is to be tried anew. Raises
+        IdempotencyKeyError if the earlier call was another request."""
         self._drop()
         if key is None or key not in self._keys:
             return None

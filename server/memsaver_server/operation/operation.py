@@ -26,7 +26,7 @@ from memsaver_server.threads import on_this_loop
 
 logger = logging.getLogger("memsaver")
 
-#: The client of the resizes by which KV caches balance themselves. Those of other callers do not wait for them.
+#: The client of the resizes by which KV caches balance themselves. Other callers' resizes do not wait for these.
 BALANCER = "memsaver-balance"
 #: Who cancels an operation whose lease has ended.
 LEASE_END = "the end of its lease"
@@ -69,10 +69,10 @@ class Operation:
     key: str | None = field(default=None, repr=False)
     memory: Moved | None = None  # what it moves, if this process knows
     phase_timeout_s: float = math.inf  # seconds without progress after which a phase counts as stalled
-    #: The lock of all that follows, one for a queue. No other lock of the service is taken in it.
+    #: The lock of all that follows, one for a queue. While it is held, no other lock of the service is taken.
     changed: threading.Condition = field(default_factory=threading.Condition)
     state: str = field(init=False)  # in ``table``
-    cancelled_by: str | None = None  # if that was too late, it ends as if nobody had
+    cancelled_by: str | None = None  # who has cancelled it; without effect if that was too late
     forced_by: str | None = None  # who has cancelled it without being its owner
     committed: bool = False  # it was prepared, and goes on
     callers: int = 1  # how many calls it answers
@@ -163,7 +163,7 @@ class Operation:
         return self._lease_s if self._lease_ends is None else max(0.0, self._lease_ends - clock.monotonic())
 
     def prepared_state(self) -> PreparedState:
-        """Return it as others see it while it is prepared."""
+        """Return what status calls report of it while it is prepared."""
         verb, lease_s = self.request.operation, self.lease_left_s()
         return PreparedState(operation_id=self.id, client=self.client, operation=verb, lease_s=lease_s)
 
@@ -206,7 +206,7 @@ class Operation:
         return on_this_loop(self._settled)
 
     def is_shared_with(self, key: str | None, client: str) -> bool:
-        """Whether an equal call may join it; if it is to be prepared, one of its key, or without one, of its client."""
+        """Whether an equal call may join it; if it is to be prepared, only one of its key, or if none, its client."""
         return not self.blocks_others or (key == self.key if self.key is not None else client == self.client)
 
     @property
@@ -229,13 +229,13 @@ class Operation:
         return errors.ConflictError(message, self.request.operation, self.id, *owner)
 
     def in_progress(self) -> str:
-        """Return what prevents others while it has not ended."""
+        """Return the sentence that it is in progress or prepared, for messages."""
         lease = f"prepared by {self.client}, whose lease ends in {self.lease_left_s():.0f} s"
         now = lease if self.blocks_others else "in progress"
         return f"{self.request.operation} {self.id} of {tag_list(self.request.tags)} is {now}"
 
     def check_owner(self, key: str | None, forced_by: str | None = None) -> None:
-        """Raise ConflictError if it is to be prepared under another key, and not committed; or note who forces it."""
+        """Raise ConflictError if it is to be prepared under another key, and not committed, and nobody forces it."""
         if self.key in (None, key) or not self.blocks_others or self.has_ended:
             return
         if forced_by is None:
@@ -252,7 +252,7 @@ class Operation:
             self._note_lease_end()
             answered = request.identity() in self._answered
             overtaken = None if answered else _overtaken(self.request, request)
-            if overtaken is not None:  # which has the request's mode; whether they differ in anything else
+            if overtaken is not None:  # it has the request's mode; compare everything else
                 same_drain = request.model_copy(update={"timeout_s": overtaken.timeout_s})
                 answered = same_drain.identity() == overtaken.identity()
             event = "renew" if request.prepare else "join" if overtaken is None else "overtake"
@@ -285,7 +285,7 @@ class Operation:
                 self.request = overtaken
 
     def cancel(self, by: str) -> None:
-        """Cancel on behalf of ``by``. It ends soon, a queued one at once; its callers do not know yet. Idempotent.
+        """Cancel on behalf of ``by``. A queued one ends at once, others soon; this does not notify callers. Idempotent.
         Raises TooLateToCancelError if it moves memory already, or has ended."""
         with self.changed:
             if not self.has_ended:
@@ -325,7 +325,7 @@ class Operation:
 
     def hold(self) -> None:
         """Stay prepared until the commit; return at once if there was one, or if it is not to be prepared. From then on
-        memory is moved, without interruption. Raises OperationCancelledError if it was, or its lease has ended."""
+        memory is moved, without interruption. Raises OperationCancelledError if it was cancelled or its lease ended."""
         if not self.blocks_others:
             with self.changed:
                 self.check()
@@ -345,7 +345,7 @@ class Operation:
                 self.check()
 
     def move_later(self) -> None:
-        """Nothing was moved, as memory is short: it may be cancelled again. Raises OperationCancelledError if it is."""
+        """Memory is short, nothing was moved: it may be cancelled again. Raises OperationCancelledError if it was."""
         with self.changed:
             self.advance("shortage")
             if self.cancelled_by is not None:
@@ -353,7 +353,7 @@ class Operation:
             self.check()
 
     def moved(self, report: OperationReport) -> OperationReport:
-        """Memory was moved as ``report`` says; return that."""
+        """Note that memory was moved; return the ``report`` of that."""
         with self.changed:
             self.advance("moved")
         return report
@@ -379,7 +379,7 @@ class Operation:
         return kept
 
     def finish(self, report: OperationReport | None, error: BaseException | None) -> None:
-        """Record how it ended; its callers do not know yet."""
+        """Record how it ended. ``answer_callers`` then notifies its callers."""
         with self.changed:
             if error is not None:
                 self.undo()

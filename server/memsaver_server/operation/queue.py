@@ -83,7 +83,7 @@ class OperationQueue:
         return operation
 
     def cancel(self, operation: Operation, by: str) -> None:
-        """See ``Operation.cancel``; also let its callers know if it has ended."""
+        """See ``Operation.cancel``; also notify its callers if it has ended."""
         with self._changed:
             operation.cancel(by)
             ended = self._drop_ended()
@@ -157,7 +157,7 @@ class OperationQueue:
         try:
             operation.log = PhaseLog(self._memory.read_devices)  # which may fail as well
             report = work(operation, operation.log)
-            operation.table.next(operation.state, "done")  # else that is the operation's error
+            operation.table.next(operation.state, "done")  # raises if the operation may not end so
         except BaseException as raised:
             report, error = None, raised
         # It ends and leaves the queue at once: no call joins or conflicts with an operation that has ended.
@@ -182,7 +182,7 @@ def conflicts(request: Asked, other: Operation) -> bool:
     """Whether ``request`` cannot simply run after ``other``."""
     if other.blocks_others:
         return True
-    if other.request.operation == "resize":  # equal ones are one; it gives way to other operations
+    if other.request.operation == "resize":  # equal ones are joined; it gives way to other operations
         return request.operation == "resize" and other.client != BALANCER
     if request.operation == other.request.operation:
         return False

@@ -79,14 +79,14 @@ class RankGroup:
         self._closed = threading.Event()
         self._aborting = threading.Lock()
         self._looks = 0
-        self._waits: dict[str, int] = {}  # what is waited for: the number of looks when that began
+        self._waits: dict[str, int] = {}  # what is waited for, and the number of looks when that began
         self._folder = tempfile.mkdtemp(prefix="memsaver-ranks-")  # for this user alone
         meeting = f"{self._folder}/meeting"
         # Opened before any other rank does: torch waits for the file's lock while it holds the interpreter's lock. If a
         # rank was stopped while it had the file's lock, this whole process would stop, _look included.
         self._store = dist.FileStore(meeting, ranks)
         self._listener = Listener(ranks)
-        # The system sends it when the thread that has started them ends: only the main thread surely outlives them.
+        # Linux sends it when the thread that started the processes ends: only the main thread surely outlives them.
         at_end = signal.SIGKILL if threading.current_thread() is threading.main_thread() else 0
         what = [self._listener.path, meeting, pickle.dumps(options).hex(), str(int(at_end))]
         command = [sys.executable, "-m", __name__, *what]

@@ -12,10 +12,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import Field
 
 from memsaver_core.contract.requests import Fields
-from memsaver_server.controller import Controller, Models, Operation
+from memsaver_server.controller import Controller, Models
 from memsaver_server.http.auth import caller, reads_only
 from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, takes
 from memsaver_server.http.service import ControllerOf, ServiceOf, event_stream, key_of
+from memsaver_server.operation.operation import Operation
 
 _MISSING = failures({404: "No such operation is remembered."}, only=REFUSED)
 _TOO_LATE = failures(

@@ -16,7 +16,7 @@ from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import REFUSED, body_of, failures, guard, json_of, query_of
 from memsaver_server.http.service import controller_of
 
-#: Below /v1, but about an engine itself: one of several with the model would get them, and their callers a success.
+#: Calls below /v1 that change one engine: passed on, only one of a model's engines would get them, and report success.
 _OF_ONE_ENGINE = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/runtime/")
 _FleetOf = Annotated[FleetController, Depends(controller_of)]
 
@@ -41,7 +41,7 @@ def router(_models: Models) -> APIRouter:
     @routes.api_route("/v1/{path:path}", methods=["GET", "POST", "PUT", "DELETE"], include_in_schema=False)
     async def forward(request: Request, controller: _FleetOf) -> Response:
         """Pass a request on to an engine of its model, once that is ready; its answer comes back byte for byte."""
-        if {".", ".."} & set(request.scope["path"].split("/")):  # would lead to what the coordinator answers itself
+        if {".", ".."} & set(request.scope["path"].split("/")):  # may resolve to a route of the coordinator
             raise BadRequestError("the path has segments '.' or '..'; write it without them")
         if request.scope["path"].startswith(_OF_ONE_ENGINE):
             raise NotFoundError(f"a fleet has no call {request.scope['path']}; call each engine itself")

@@ -43,7 +43,7 @@ class FleetMemoryStatusAnswer(MemoryStatusAnswer):
 
 
 async def guard_signed(request: Request) -> None:
-    """Require the key or a valid signature. The body is read before that only if the request is signed."""
+    """Require the key or a valid signature. Before that the body is read only if the request is signed."""
     service = service_of(request)
     check_browser(request, service.settings)
     key = service.settings.api_key

@@ -23,7 +23,7 @@ from memsaver_server.http.unknown_fields import NamesIgnored
 
 #: vLLM's tag for scheduling, which a sleep of level 0 stops.
 SCHEDULING = "scheduling"
-#: What a sleep of level 0, which moves no memory, takes.
+#: The fields that a sleep of level 0 takes, which moves no memory.
 _OF_A_PAUSE = {"level", "mode", "tags", "timeout_s", "selector", "model", "options"} | OF_EVERY_OPERATION - {
     "run_async"
 }
@@ -87,13 +87,13 @@ def release_of(fields: Any, models: Models) -> Any:
     return plain(fields, models.release, **changes)
 
 
-def whole(fields: Any) -> Any:
+def with_options(fields: Any) -> Any:
     """Return the fields with those in ``options``, which override; raise BadRequestError if one has a wrong value."""
     if not isinstance(fields, Options) or not fields.options:
         return fields
     given = {name: getattr(fields, name) for name in fields.model_fields_set - {"options"}}
     try:
-        return whole(type(fields).model_validate({**given, **fields.options}))  # which may have options, too
+        return with_options(type(fields).model_validate({**given, **fields.options}))  # these may have options, too
     except ValidationError as error:
         raise BadRequestError(f"cannot use the options: {wrong(error)}") from None
 
@@ -112,7 +112,7 @@ def router(models: Models) -> APIRouter:
     async def sleep(request: Request, service: ServiceOf, fields: Any = by_sleeps) -> JSONResponse:
         """Level 0 pauses scheduling; 1 releases memory and keeps the weights on the host; 2 discards them; 3
         hibernates."""
-        fields = whole(fields)
+        fields = with_options(fields)
         if fields.level > 0:
             return await service.answer(request, release_of(fields, models))
         if others := sorted(fields.model_fields_set - _OF_A_PAUSE):
@@ -124,7 +124,7 @@ def router(models: Models) -> APIRouter:
     @routes.post("/wake_up", responses=responses, openapi_extra=takes(wakes))
     async def wake_up(request: Request, service: ServiceOf, fields: Any = by_wakes) -> JSONResponse:
         """Resume memory, and scheduling when all of it is resident."""
-        controller, fields = service.controller, whole(fields)
+        controller, fields = service.controller, with_options(fields)
         tags = tuple(tag for tag in fields.tags if tag != SCHEDULING)
         if fields.tags and not tags:  # only this tag undoes a sleep of level 0
             if planned := await service.planned(fields, "scheduling would continue."):
@@ -186,7 +186,7 @@ def _add_calls_of_ray_serve(routes: APIRouter, models: Models) -> None:
     @routes.post("/pause", openapi_extra=takes(pauses), **called)
     async def pause(controller: ControllerOf, fields: Any = by_pauses) -> JSONResponse:
         """Stop generating, and forget cached prefixes unless ``clear_cache`` is false."""
-        given = whole(fields)
+        given = with_options(fields)
         paused = await controller.pause(given, given.mode, None)
         if paused.status != 200 or not given.clear_cache:
             return response_of(paused)
@@ -204,7 +204,7 @@ def _add_calls_of_ray_serve(routes: APIRouter, models: Models) -> None:
 async def _flags(
     controller: Controller[Any], fields: Any, name: str, flag: Callable[[EngineState], bool]
 ) -> dict[str, Any]:
-    """Return what ``flag`` says of each engine, and whether it is true of any, by this ``name``."""
+    """Return the ``flag`` of each engine, and under ``name`` whether any has it."""
     rows = await controller.rows(fields)
     engines = [{"name": row.name, "url": row.url, "state": row.state, "flag": flag(row)} for row in rows]
     return {name: any(each["flag"] for each in engines), "engines": engines}

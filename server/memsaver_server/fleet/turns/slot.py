@@ -96,7 +96,7 @@ def victims(slot: Slot, slots: Sequence[Slot]) -> list[Slot] | None:
 
 
 def _missing(slot: Slot, gpu: str, slots: Iterable[Slot]) -> int:
-    # Its own count is what its resume goes by; without one, the least that any engine counts.
+    # Its resume goes by the free memory that it counts itself; else take the least that any engine counts.
     free = slot.free.get(gpu, min((each.free[gpu] for each in slots if gpu in each.free), default=None))
     return slot.share_of(slot.released_bytes) - free if free is not None else 0
 
@@ -119,6 +119,6 @@ def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SlotState
         return "awake", ""
     if not (now.hibernated or any(tag.released_bytes for tag in now.tags)):
         return "closed", now.admission.reason
-    if now.updating:  # its resume would wait for the end of that, and nobody have the memory meanwhile
+    if now.updating:  # its resume would wait for that, with the memory unused
         return "closed", "an update writes its weights"
     return "asleep", now.admission.reason

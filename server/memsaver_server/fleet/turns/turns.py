@@ -1,4 +1,4 @@
-"""Whose turn it is: each request gets an engine of its model that is ready; models are served as they were asked for.
+"""Turns: each request gets a ready engine of its model; models are served in the order in which they were asked for.
 
 A model with waiting requests claims the GPUs of one of its engines. Claims are served in the order of their oldest
 requests: a later claim gets none of the GPUs of an earlier one. Engines that have to make room take no new requests
@@ -210,7 +210,7 @@ class Turns:
         self._schedule()
 
     def close(self) -> None:
-        """Refuse those who wait. Moves in progress are the coordinator's."""
+        """Refuse the requests that wait. Moves in progress are the coordinator's to end."""
         self._closed = True
         for line in self._lines.values():
             line.fail(NoTurnError("the coordinator shuts down; repeat the request"))
@@ -220,7 +220,7 @@ class Turns:
     # -- whose turn it is ----------------------------------------------------------------------------------------------
 
     def _schedule(self) -> None:
-        """Give turns to those who can have one, and begin the moves that others need."""
+        """Give a turn to each request that can have one, and begin the moves that others need."""
         if self._closed:
             return
         if self._timer is not None:
@@ -350,7 +350,7 @@ class Turns:
 
     async def _release(self, making_room: list[Slot]) -> None:
         result = await self._move_memory("release", [each.name for each in making_room])
-        if not result.success:  # all are as before; tried again until those who wait give up
+        if not result.success:  # all are as before; tried again while requests wait
             raise NoTurnError(f"no room was made: {result.message}")
 
     async def _resume(self, slot: Slot, making_room: list[Slot]) -> None:
@@ -362,7 +362,7 @@ class Turns:
             return
         error = NoTurnError(f"{slot.name} was not woken: {result.message}")
         if any(engine.kind == "out_of_device_memory" for engine in result.failed):
-            slot.extra += 1  # others hold more than was thought: one more makes room
+            slot.extra += 1  # others hold more than they report: one more makes room
         elif not self._others_left(slot):
             self._fail(slot, error)
             if making_room:
@@ -371,7 +371,7 @@ class Turns:
         raise error
 
     def _others_left(self, slot: Slot) -> bool:
-        """Return whether another engine can be tried for those who wait for ``slot``, which could not be woken."""
+        """Return whether another engine of the model can be tried in place of ``slot``, which could not be woken."""
         tried = self._lines[slot.model].tried
         tried.add(slot.name)
         asleep = [each for each in self.models.get(slot.model, []) if each.state == "asleep" and not each.moving]

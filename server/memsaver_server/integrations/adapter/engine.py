@@ -65,7 +65,7 @@ CONNECT_S = 300.0
 ARRIVAL_S = 30.0
 #: How long rank 0 may take to carry out a command, seconds: less than it waits in a collective for a rank that hangs.
 COMMAND_S = 120.0
-#: Of how many commands a rank remembers the results.
+#: Commands whose results a rank remembers.
 RESULTS = 32
 #: How long the loop rests at most, milliseconds: after that the engine does what it does while it is idle.
 REST_MS = 1000
@@ -116,7 +116,7 @@ class Command:
 
 
 class GoOn:
-    """Ends the rest of a replica's first rank."""
+    """A message that lets a replica's first rank, which rests, continue."""
 
 
 class Scheduler(ABC):
@@ -159,7 +159,7 @@ class Scheduler(ABC):
         return self.replicas.count > 1
 
     def admit(self, received: Sequence[Any]) -> Sequence[Any]:
-        """Return which of the requests that another rank than the first ``received`` it broadcasts."""
+        """Return the requests that a rank other than the first broadcasts, of those that it has ``received``."""
         return received
 
     @abstractmethod
@@ -316,7 +316,7 @@ class EventLoop:
 
 
 class LeadingLoop(EventLoop):
-    """The event loop of rank 0, which receives and admits requests for all ranks. ``failure()`` says why these have
+    """The event loop of rank 0, which receives and admits requests for all ranks. ``failure()`` says why ranks have
     failed, ``relay`` sends the other replicas what is broadcast here. Any thread may call its methods, except those
     below the comment "In the scheduler's thread"."""
 
@@ -356,7 +356,7 @@ class LeadingLoop(EventLoop):
         self.send(Command(0, name, arguments))
 
     def run(self, name: str, *arguments: Any) -> None:
-        """Have every rank carry out a command. Raises what it raised here, or as ``command``."""
+        """Have every rank carry out a command. Raises what it raised on this rank, or as ``command``."""
         self._results[self.command(name, *arguments)].result()
 
     def command(self, name: str, *arguments: Any, over: threading.Event | None = None) -> int:

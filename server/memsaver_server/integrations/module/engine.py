@@ -67,10 +67,10 @@ class ModuleEngine(Gate):
         that the program calls, on their device; if it calls what ``torch.compile`` or a wrapper returned, give that.
         ``workspaces`` are patterns (``*.scratch``) of names of buffers and tensor attributes whose content is not
         needed from one call to the next. ``workspace_restore`` is their restore policy, by default ``zero``.
-        With ``weights``, what they are, modules whose parameters are not written yet get them from the shared store, or
+        With ``weights``, their key, modules whose parameters are not written yet get them from the shared store, or
         by ``load()``, which writes them in place: see ``memsaver_core.load_weights``.
 
-        Raises ConfigurationError if a module has parameters on the meta device, or where memsaver manages nothing.
+        Raises ConfigurationError if parameters are on the meta device, or on one that memsaver does not manage.
         Raises it, too, if a pattern matches nothing, a ``forward`` is a coroutine, or this process has another such
         engine. Nothing has changed then. Raises torch.OutOfMemoryError if the device lacks room to move the next
         tensors: the modules work as before, with some tensors in regions; try again.

@@ -1,4 +1,4 @@
-"""Which requests a rank of SGLang that receives them lets in."""
+"""Which requests are admitted by a rank of SGLang that receives requests."""
 
 from __future__ import annotations
 

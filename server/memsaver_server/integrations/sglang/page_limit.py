@@ -15,12 +15,12 @@ from memsaver_core.compat.patching import Function, wrap
 from memsaver_core.resizing import KV_CACHE, behind
 from memsaver_server.integrations.adapter.engine import lacking
 
-#: The allocators whose free pages are one list, and the prefix caches that have all pages of theirs in the device.
+#: The allocators with a single list of free pages, and the prefix caches whose pages are all on the device.
 ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 PREFIXES = ("ChunkCache", "RadixCache", "UnifiedRadixCache")
 #: What a pool of pages calls the tensors of its layers.
 BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")
-#: The parts of a ``Scheduler`` that have its ``max_total_num_tokens``, too.
+#: The parts of a ``Scheduler`` that have a copy of its ``max_total_num_tokens``.
 OBSERVERS = ("invariant_checker", "kv_events_publisher", "load_inquirer", "pool_stats_observer")
 #: What a ``Scheduler`` must have.
 NAMES = (
@@ -31,10 +31,10 @@ NAMES = (
 
 
 class SchedulerPages(PageLimit):
-    """Of the allocator of a ``Scheduler``. Called in its thread, on all ranks in the same iteration unless it reads."""
+    """The page limit of a ``Scheduler``. Called in its thread; what changes it, on all ranks in the same iteration."""
 
     def __init__(self, own: Any, running: Callable[[], Iterable[Any]], pools: Iterable[Any]) -> None:
-        """Of SGLang's ``Scheduler``, where ``running()`` are the requests in the batches in progress and ``pools`` have
+        """``own`` is SGLang's ``Scheduler``, ``running()`` returns the requests of batches in progress, ``pools`` have
         the memory of the pages."""
         self._own = own
         self._running = running
@@ -42,7 +42,7 @@ class SchedulerPages(PageLimit):
         self._allocator = allocator = own.token_to_kv_pool_allocator
         self._size = int(own.max_total_num_tokens)
         self._held: torch.Tensor = allocator.free_pages[:0]
-        self._stale = False  # whether the table may lead behind the memory
+        self._stale = False  # whether the table may name pages that have no memory any more
         cache = importlib.import_module("sglang.srt.mem_cache.base_prefix_cache")
         self._evict_params = cache.EvictParams
         sizing = importlib.import_module("sglang.srt.mem_cache.allocation_sizing")
@@ -77,7 +77,7 @@ class SchedulerPages(PageLimit):
         return sorted(name for name, tokens in tables.items() if (tokens >= self._limit * self._page_tokens).any())
 
     def preempt(self) -> None:
-        """If a request uses a page behind the limit, have SGLang set all aside that run, and compute them again."""
+        """If a request uses a page behind the limit, have SGLang retract all running ones, and compute them again."""
         if self.late():
             paused = self._own._engine_paused
             messages = importlib.import_module("sglang.srt.managers.io_struct")
@@ -87,8 +87,8 @@ class SchedulerPages(PageLimit):
             self.hold()
 
     def before_step(self) -> None:
-        """Hold what became free, as SGLang frees pages in many places. Have the table lead to no page that has gone:
-        CUDA graphs read what rows that nobody uses lead to, and kernels what is behind the end of a request."""
+        """Hold the pages that became free since: SGLang frees them in many places. Let the table name no page without
+        memory: CUDA graphs read the pages of unused rows, and kernels those after the end of a request."""
         self.hold()
         if self._stale and ms.status().state == "resident":  # the table is in the cache's region
             with torch.inference_mode():

@@ -52,7 +52,7 @@ CONFIGURE = "sglang.srt.entrypoints.engine._set_envs_and_config"
 SETTINGS = {"NCCL_CUMEM_ENABLE": "1", "NCCL_GRAPH_REGISTER": "0"}
 
 
-#: The folder in which the first of several replicas awaits the ranks of all, which nobody else can guess.
+#: Names the folder in which the first of several replicas awaits the ranks of all; nobody else can guess it.
 REPLICAS = "MEMSAVER_SGLANG_REPLICAS"
 
 

@@ -36,13 +36,13 @@ SCHEDULING = "scheduling"
 #: The methods by which an ``LLM`` generates; one may call another.
 CALLS = ("generate", "chat", "beam_search", "encode", "embed", "classify", "score", "reward", "wait_for_completion")
 
-#: A verification's prompt, of tokens in every vocabulary; how many follow.
+#: A verification's prompt, of tokens that every vocabulary has, and how many tokens are generated.
 PROMPT = range(3, 35)
 LENGTH = 8
 #: A limit for each call of vLLM in a verification or a resize, seconds.
 CALL_S = 60.0
 STOP_S = 10.0
-#: More requests than any engine has: vLLM's front end gives others to the engines with the fewest.
+#: The load of an excluded engine, more requests than any has: vLLM's front end chooses the engine with the fewest.
 BUSY = 1 << 40
 
 _T = TypeVar("_T")

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
@@ -22,6 +21,7 @@ from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_server import Attachment, Settings, attach, create_app
 from memsaver_server.controller import Answer
 from memsaver_server.http.auth import check_address
+from memsaver_server.http.service import response_of
 from memsaver_server.integrations.vllm.engine import SCHEDULING, ApiServerEngine, OfflineEngine
 
 logger = logging.getLogger("memsaver")
@@ -98,8 +98,7 @@ class ClosedRoute(BaseRoute):
                 raise AdmissionClosedError(reason)
             await self._engine.enter()
         except AdmissionClosedError as closed:
-            refusal = Answer.failure(closed)
-            await JSONResponse(refusal.body, refusal.status, headers=dict(refusal.headers))(scope, receive, send)
+            await response_of(Answer.failure(closed))(scope, receive, send)
         else:
             await self._app.router(scope, receive, send)
 
@@ -173,7 +172,7 @@ def attach_to(llm: Any, **options: Any) -> Attachment:
 def watch_updates(engine: Any, updated: Callable[[], None]) -> None:
     """Call ``updated`` after each ``collective_rpc`` of vLLM's client or ``LLM`` whose name says that it wrote weights.
     vLLM's own reload, its weight transfer and trainers' worker extensions all reach the workers by ``collective_rpc``.
-    Nothing marks the last call of an update: the first counts as all; callers keep the KV cache asleep until then."""
+    Nothing marks the last call of an update: the first counts as all. Callers wake the KV cache only after the last."""
 
     def watched(call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
         result = call(method, *args, **kwargs)
