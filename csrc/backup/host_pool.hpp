@@ -118,8 +118,7 @@ class HostPool {
     }
   }
 
-  // Owns bounce memory.
-  class Bounce {
+  class Bounce {  // owns bounce memory
    public:
     // Throws as take().
     Bounce(HostPool& pool, std::size_t bytes, Use use) : ranges(pool.take(bytes, use)), pool_(pool) {}
@@ -132,8 +131,7 @@ class HostPool {
     HostPool& pool_;
   };
 
-  // Unpins and unmaps unused slices, unless the pool is growing. Warns of those that the driver cannot unpin; they
-  // stay.
+  // Unpins and unmaps unused slices, unless the pool is growing. Warns of slices that the driver does not unpin.
   void trim() {
     std::deque<HostMapping> touched;
     std::deque<HostMapping> pinned;

@@ -46,9 +46,9 @@ class Saver {
   // an earlier resize gave back. Unused are the ranges `unused`, and each allocation beyond the first `kept` (0 to 1)
   // of its size. Synchronizes the devices before anything is unmapped; nothing may use an unused range until a resize
   // keeps it again. A release and its resume skip what a resize gave back. If all of the tag is released, no memory
-  // moves, and its resume brings back the used ranges only. Throws configuration if only a part of the tag is released:
-  // nothing has changed. Throws driver errors: the resize is undone, with zeros in the unused ranges; if the undo
-  // fails, what it gave back stays so.
+  // moves, and its resume brings back the used ranges only. Throws configuration if the tag is released in part:
+  // nothing has changed. Throws driver errors: undone, with zeros in the unused ranges; if the undo fails, what was
+  // given back stays so.
   OperationResult resize(const std::string& tag, const std::vector<RangeSet::Range>& unused, double kept);
   // Makes the backups that a release of `tags` would make, and gives nothing back. Throws as release().
   OperationResult save(const Tags& tags, const std::vector<RangeSet::Range>& dead);
