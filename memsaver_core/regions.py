@@ -23,15 +23,15 @@ def region(
 
     On CUDA a region applies to the thread that enters it; on the host driver also to parameters and buffers of modules
     made inside, whichever thread loads them. Regions nest: the innermost tag applies. With memsaver disabled this does
-    nothing. Raises ConfigurationError if the tag or policy is invalid, or torch is set up so that regions are defeated.
+    nothing. Raises ConfigurationError if the tag or policy is invalid, or torch's settings keep regions from working.
 
     Args:
         tag: any name; ``weights``, ``kv_cache``, ``cuda_graph`` and ``workspace`` have default policies.
         restore: what a resume must restore of the content; by default the policy of the tag, else ``discard``.
         device: index of the device; the current one by default (the first on the host driver).
         chunk_bytes: the memory comes in pieces of at most this size (rounded up to what the driver maps, 2 MiB on
-            CUDA), so that ``resize`` can give a part of it back. Each costs the driver some 60 us in a release with its
-            resume: 32 MiB are a good size. By default pieces are as large as possible.
+            CUDA), so that ``resize`` can give a part of it back. Each piece costs the driver some 60 us in a release
+            with its resume: 32 MiB are a good size. By default pieces are as large as possible.
     """
     if not tag or not isinstance(tag, str):
         raise ConfigurationError(f"a tag is a name, not {tag!r}")

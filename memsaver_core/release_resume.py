@@ -64,7 +64,7 @@ def release(
             By default only with ``hibernate``. Unused CUDA modules stay: only their loader can unload them.
         hibernate: at the end, give back the CUDA context itself; every CUDA call of this process then blocks until the
             resume.
-        log: a log to append the phases to; the report then covers all that it holds.
+        log: a log to append the phases to; the report then covers all phases in it.
 
     Raises:
         UnknownTagError: before anything was done.
@@ -72,8 +72,8 @@ def release(
             device has no memory but the host's; before anything was done.
         ContextLostError: this process was hibernated and can never be woken again.
         OutOfHostMemoryError, DiskFullError: the backups would not fit; nothing was unmapped.
-        MemsaverError: a driver call failed. All is resident again; if content that is not kept was gone already, or the
-            undo failed as well, what was released is kept, and both a repeat and a resume work.
+        MemsaverError: a driver call failed. All is resident again, unless content that is not kept was already gone or
+            the undo failed: then what was released stays released, and both a repeat and a resume work.
     """
     policies = {tag: parse_policy(policy) for tag, policy in (restore or {}).items()}
     return release_with(MemoryRequest(tags=_named(tags), restore=policies, trim=trim, hibernate=hibernate), log=log)
@@ -100,7 +100,7 @@ def release_with(request: MemoryRequest, *, log: PhaseLog | None = None) -> Oper
         saver.synchronize()
     with log.phase(Phase.PAUSE) as details:
         before = log.read()
-        disk.drop()  # the release takes it
+        disk.drop()  # disk space that was held for this release
         kept = any(keeps_any(overrides.get(tag["tag"], tag["restore"])) for tag in _tags_now(saver, names))
         result = saver.release(names, backend.dead_ranges(saver) if kept else [], overrides)
         _note_work(details, result, "backed_up_bytes")
@@ -144,7 +144,7 @@ def check_backups(tags: Iterable[TagStatus], restore: Mapping[str, str]) -> None
 def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) -> OperationReport:
     """Bring back what is released under ``tags``, at the same addresses, with the content that the policies promise.
 
-    All or nothing; None or empty is all tags, and one that is resident already is success. A hibernated process wakes
+    All or nothing. None or empty means all tags; a tag that is resident already is success. A hibernated process wakes
     first, whatever the tags. The phases are appended to ``log``.
 
     Raises:

@@ -7,9 +7,8 @@
 
 For torch modules, DDP, FSDP2, Megatron-core's and DeepSpeed's optimizers, each rank in a separate process. All that a
 trainer holds on the device goes: parameters, buffers, optimizer state, masters, gradients, what torch's allocator
-caches, and what NCCL's communicators hold. What was not made in a region is adopted, at the first release and where it
-is new at later ones; from then on its address stays. What lies in a region of yours is released with all of that
-region, and kept.
+caches, and what NCCL's communicators hold. A tensor outside of regions is adopted at the first release that finds it;
+from then on its address stays. A tensor in one of your regions is released with that whole region, and kept.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from memsaver_core.master_weights import Copies, Remake, made_from_masters, rema
 from memsaver_core.phases import PhaseLog
 
 logger = logging.getLogger("memsaver")
-
 
 #: Attributes of parameters and optimizers that hold nothing but gradients: of Megatron-core and DeepSpeed.
 _GRADIENTS = (
@@ -59,8 +57,8 @@ class Released:
     def resume(self) -> None:
         """Bring everything back, at the same addresses. Does nothing if that was done. Every rank must call it.
 
-        Raises what ``memsaver_core.resume`` and ``communicators.resume`` raise, or BackupError if parameters came out
-        different when they were made again. The memory is released then, and the call can be repeated.
+        Raises what ``memsaver_core.resume`` and ``communicators.resume`` raise, or BackupError if parameters that were
+        made again differ. All is released again then, and the call can be repeated.
         """
         if self._resumed:
             return
@@ -75,7 +73,7 @@ class Released:
         self._resumed = True
 
     def _release(self, suspend_communicators: bool) -> None:
-        """What is discarded goes last: until then nothing needs to be made again if a step fails."""
+        """Release. Discarded content goes last: if a step before it fails, nothing needs to be made again."""
         log = PhaseLog(read_devices)
         discarded = {tag: policy for tag, policy in self._policies.items() if policy == "zero"}
         kept = {tag: policy for tag, policy in self._policies.items() if tag not in discarded}
@@ -89,7 +87,7 @@ class Released:
                 tags += release_resume.release(list(discarded), restore=discarded, log=log).tags
             self.report = log.report("release", tags)
         except BaseException:
-            self.resume()  # passes over what is resident
+            self.resume()  # of what was released so far
             raise
 
 
@@ -120,19 +118,19 @@ def release(
         model: what is trained, as its framework wraps it; several, such as Megatron-core's chunks, in a list.
         optimizer: the one that steps it, or a list of several.
         gradients: ``discard`` leaves each ``grad`` None and fills the gradient buffers of a framework with zeros.
-        parameters: ``discard`` keeps no copy of 16-bit parameters that Megatron-core's or DeepSpeed's optimizer has
-            made from its fp32 masters, and has it make them again. A function that does so serves for other optimizers;
-            give it from the first release on.
+        parameters: ``discard`` keeps no copy of 16-bit parameters that Megatron-core's or DeepSpeed's optimizer makes
+            from fp32 masters: it makes them again. For another optimizer give a function that does, from the first
+            release on.
         restore: where content is kept, ``host`` or ``file``.
         suspend_communicators: also suspend NCCL's communicators, where NCCL can.
         name: its tags are ``name.model``, ``name.copies`` (what ``parameters`` is about), ``name.optimizer`` and
-            ``name.gradients``. Each trainer of a process needs another.
+            ``name.gradients``. Each trainer of a process needs its own.
 
     Raises:
-        ConfigurationError: an argument is none of these; it has nothing on the device; another trainer has the name.
-        UnsupportedError: FSDP1 has wrapped the model; it is released already; parameters cannot be made again, or are
-            not what masters make (they are then); gradients to be kept are parts of DDP's buckets. In all these cases
-            nothing was released.
+        ConfigurationError: an argument is invalid; the trainer has nothing on the device; another trainer has the name.
+        UnsupportedError: FSDP1 has wrapped the model; the trainer is released already; parameters cannot be made again,
+            or differ from what the masters make, which has then replaced them; gradients to be kept are parts of DDP's
+            buckets. In all these cases nothing was released.
         MemsaverError, torch.OutOfMemoryError: as ``memsaver_core.release``, ``adopt`` and ``communicators.suspend``
             raise them. Everything is resident; ranks that have released theirs must resume.
     """
@@ -195,8 +193,8 @@ def _reshard(models: list[nn.Module]) -> None:
 
 
 def _held(models: list[nn.Module], optimizers: list[Any], name: str, *, every_half: bool) -> list[tuple[Tensor, str]]:
-    """Return what a trainer holds but for each tensor's ``grad``, with its tag. What must be kept comes first, as the
-    first of those that share memory decides for all of them."""
+    """Return the trainer's tensors, without each ``grad``, and their tags. Those that must be kept come first: of
+    tensors that share memory, the first one's tag applies to all."""
     parameters = list({id(each): each for model in models for each in model.parameters()}.values())
     trained = [each for each in parameters if each.requires_grad and each.dtype in _HALVES]
     from_masters = made_from_masters(optimizers)

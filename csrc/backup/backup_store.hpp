@@ -24,8 +24,8 @@ struct BackupSettings {
   std::string shared_backups;  // the name of a store of host memory that other processes use, too; empty: none
 };
 
-// Owns what content is kept in, and decides how long: pinned host memory for each NUMA node, the backup file, the
-// shared store, the pipelines of the devices, and a thread in the background. Any thread may call any function.
+// Owns what keeps content, and decides for how long it is kept: pinned host memory for each NUMA node, the backup file,
+// the shared store, the pipelines of the devices, and a background thread. Any thread may call any function.
 class BackupStore {
  public:
   // `drop_resident` drops the backups of all resident memory; it is called with operation_mutex held. Throws
@@ -55,8 +55,8 @@ class BackupStore {
   // Held by a release, a resume, a reader, or the thread in the background. Taken before every other lock.
   Mutex operation_mutex ACQUIRED_BEFORE(mutex_);
 
-  // Adds a device, with the NUMA node next to it. All devices have `nodes` nodes, which share the limit of host memory.
-  // The functions below need their device to be added.
+  // Adds a device, with the NUMA node closest to it. All devices together have `nodes` nodes, which share the limit of
+  // host memory. The functions below need their device to be added.
   void add_device(int device, int node, std::size_t nodes) EXCLUDES(mutex_) {
     const Lock lock(mutex_);
     auto& pool = pools_[node];
@@ -140,7 +140,7 @@ class BackupStore {
     trim_wanted_ = true;
     background_.request();
   }
-  // Does so if it is much, as packed content needs less than was pinned. Only once all content has its backup.
+  // Does so if much is unused, as packed content needs less than was pinned. Only once all content has its backup.
   void trim_excess() REQUIRES(operation_mutex) {
     const HostPoolStatus pool = pool_status();
     const std::size_t unused = pool.capacity_bytes - pool.used_bytes;
@@ -151,13 +151,13 @@ class BackupStore {
     try {
       if (bytes + kFileTransfers * kBlockBytes + kSpareMemory <= available_memory_bytes()) return false;
     } catch (const Error&) {
-      return false;  // without descriptors nothing can be read
+      return false;  // how much is available cannot be read now
     }
     for (HostPool* const pool : pools()) pool->trim();
     return true;
   }
 
-  // Lets no host memory be unpinned from now on: the process is ending, and the driver before it.
+  // Lets no host memory be unpinned from now on: the process is ending, and its driver may be gone already.
   void end() noexcept EXCLUDES(mutex_) {
     const Lock lock(mutex_);
     for (const auto& [node, pool] : pools_) pool->end();

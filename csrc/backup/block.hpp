@@ -74,9 +74,9 @@ struct Block {
   bool damaged = false;                 // the last resume could not restore it
   std::optional<Digest> digest;         // of `extents`, words counted from the start of the allocation
   std::vector<Extent> extents;          // the content when it was saved
-  bool adopted = false;                 // there is never content but in `extents`
+  bool adopted = false;                 // no content is ever outside of `extents`
   std::vector<HostRange> host;          // owned by this block, with or without valid content
-  std::optional<std::uint32_t> shared;  // `host` is not the pool's but this entry's of the shared store
+  std::optional<std::uint32_t> shared;  // the shared store's entry that has `host`, if not the pool
   Extent file;                          // owned by this block, with or without valid content
   std::size_t packed_bytes = 0;         // of what is kept in `host` or `file`, if it is packed
   std::size_t expected_bytes = 0;       // what the next backup will take if it can be packed; 0: as much as the content

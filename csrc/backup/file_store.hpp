@@ -118,7 +118,7 @@ class FileStore {
  private:
   static constexpr char kPrefix[] = "memsaver-backup-";
 
-  // Deletes empty backup files of processes that were killed before they did. One that is about to loses only the name.
+  // Deletes empty backup files that killed processes left. One that a living process is making loses only its name.
   void remove_left_behind() const REQUIRES(file_mutex_) {
     const std::unique_ptr<DIR, int (*)(DIR*)> entries(opendir(folder_.c_str()), &closedir);
     if (entries == nullptr) return;

@@ -25,7 +25,7 @@ struct HostPoolStatus {
       .with_advice("raise MEMSAVER_HOST_BACKUP_LIMIT" + whose +
                    ", free host memory, or choose another restore policy for the tag");
 }
-// Throws such an error if less than `bytes` are available: pinned memory beyond that would invoke the OOM killer.
+// Throws short_of_memory() if less than `bytes` are available: pinned memory beyond that would invoke the OOM killer.
 inline void check_available(std::size_t bytes, const std::string& whose = "") {
   const std::size_t available = available_memory_bytes(bytes);
   if (bytes <= available) return;
@@ -36,8 +36,8 @@ inline void check_available(std::size_t bytes, const std::string& whose = "") {
 //
 // Several threads make slices in parallel: mapped, with huge pages advised, on the NUMA node of the device, touched.
 // Registering a slice holds a lock of the CUDA driver that copies and unmaps need too, so one thread at a time does it.
-// While an operation waits for memory, the thread in take() does it, between its copies; otherwise a maker. With 6 to
-// 16 other threads instead, the first release of 16 GiB ran at 26 to 32 GB/s on an H200. No copy or range spans two
+// While an operation waits for memory, its thread does that in take(), between copies; otherwise a maker. With 6 to 16
+// other threads instead, the first release of 16 GiB ran at 26 to 32 GB/s on an H200. No copy or range spans two
 // slices.
 class HostPool {
  public:
@@ -118,7 +118,7 @@ class HostPool {
     }
   }
 
-  class Bounce {
+  class Bounce {  // owns bounce memory
    public:
     // Throws as take().
     Bounce(HostPool& pool, std::size_t bytes, Use use) : ranges(pool.take(bytes, use)), pool_(pool) {}
@@ -131,7 +131,7 @@ class HostPool {
     HostPool& pool_;
   };
 
-  // Unpins and unmaps unused slices, unless the pool is growing. Those that the driver cannot unpin stay; this warns.
+  // Unpins and unmaps unused slices, unless the pool is growing. Warns of slices that the driver does not unpin.
   void trim() {
     std::deque<HostMapping> touched;
     std::deque<HostMapping> pinned;
@@ -166,7 +166,7 @@ class HostPool {
       target_ = std::max(target_, capacity_);
     }
   }
-  // Lets trim() unpin nothing from now on: the process is ending, and the driver before it.
+  // Lets trim() unpin nothing from now on: the process is ending, and its driver may be gone already.
   void end() noexcept { ended_ = true; }
 
   [[nodiscard]] HostPoolStatus status() const {

@@ -7,14 +7,14 @@ namespace memsaver {
 
 // Owns the buffers in device memory in which content is packed and unpacked while an operation runs, taken from the
 // driver or borrowed. What the driver does not take back, the next close() gives back. One thread at a time. Without
-// buffers content is only copied more slowly, so functions throw context_lost, and only warn of other driver errors.
+// buffers copies are only slower, so functions throw context_lost, and only log other driver errors.
 class Packing {
  public:
   // With fewer buffers the link waits for kernels; more bring nothing. 168 MiB in all.
   static constexpr std::size_t kBuffers = 6;
   inline static const std::size_t kBufferBytes = packed_limit(kBlockBytes);
   inline static const std::size_t kBytes = kBuffers * kBufferBytes;
-  // Content of this size is packed; below it a kernel costs about as much as the copy.
+  // The smallest content that is packed; below this size a kernel costs about as much as the copy.
   inline static const std::size_t kSmallest = kSizeUnit;
 
   struct Buffer {
@@ -25,7 +25,7 @@ class Packing {
 
   Packing(Driver& driver, int device, bool wanted) : driver_(driver), device_(device), wanted_(wanted) {}
 
-  // Returns whether the driver is prepared to pack and unpack. The functions below need that.
+  // Returns whether the driver is prepared to pack and unpack, which the functions below require.
   [[nodiscard]] bool ready() {
     return driver_.has_packing(device_) &&
            attempt_unless_lost("content is neither packed nor unpacked on the device this time", [this] {
@@ -47,8 +47,8 @@ class Packing {
     return plans;
   }
 
-  // Takes as many buffers as fit into `room` bytes; replaces fewer once there is room for the most. Returns whether
-  // there are any; if the driver refuses, there are none until close(). Only work under way may need their content.
+  // Makes as many buffers as fit into `room` bytes; replaces fewer than kBuffers once all fit. Returns whether there
+  // are any; if the driver refuses, there are none until close(). Only work under way may need their content.
   [[nodiscard]] bool open(std::size_t room) {
     const std::size_t count = std::min(kBuffers, room / kBufferBytes);
     const bool more = buffers_.empty() ? count > 0 : count == kBuffers && buffers_.size() < kBuffers;

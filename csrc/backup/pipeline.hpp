@@ -140,8 +140,8 @@ class Pipeline : public PipelineParts {
       }
     });
   }
-  // Returns bounce memory for a file transfer; null if there is too little, unless this one is `alone`: others will
-  // give theirs back. Throws as HostPool::take().
+  // Returns bounce memory for a file transfer; null if there is too little until other transfers give theirs back. One
+  // that is `alone` exceeds the limit instead. Throws as HostPool::take().
   [[nodiscard]] std::unique_ptr<HostPool::Bounce> bounce(std::size_t bytes, bool alone) {
     try {
       const auto use = alone ? HostPool::Use::must_pass : HostPool::Use::passing;

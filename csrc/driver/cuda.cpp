@@ -21,7 +21,7 @@ using namespace cuda;
 // LAUNCH_FAILED, TENSOR_MEMORY_LEAK.
 constexpr Result kLosesContext[] = {214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721};
 
-// support/digest.hpp on the device, one thread block per item. Eight 16-byte loads in flight per thread saturate the
+// The digest of support/digest.hpp, one thread block per item. Eight 16-byte loads in flight per thread saturate the
 // memory and hide the arithmetic (two 64 x 64 -> 128 products a word). __ldcs keeps the engine's lines in the cache.
 constexpr const char* kDigestKernel = R"cuda(
 typedef unsigned long long u64;
@@ -156,7 +156,7 @@ class CudaDevice {
 
   // Makes the device's context current for a scope; the caller's is current again afterwards. Stream captures of other
   // threads stay valid: a call that cannot be part of a graph, such as registering host memory, invalidates them unless
-  // the calling thread has declared itself unrelated.
+  // the calling thread is in relaxed capture mode.
   class InContext {
    public:
     explicit InContext(CudaDevice& device) : api_(device.calls_.api) {
@@ -219,7 +219,7 @@ class CudaDevice {
       Kernels& kernels = kernels_[source.name];
       if (!kernels.known()) kernels.code = std::move(code);
     } catch (const std::exception&) {
-      // has() tries again if it may, and warns.
+      // has() compiles again if that is allowed, and warns if that fails, too.
     }
   }
 
@@ -240,7 +240,7 @@ class CudaDevice {
     return kernels.state == Kernels::State::ready;
   }
 
-  // Only after has() returned true.
+  // Returns a kernel of the set. Only after has() returned true. Throws driver errors.
   [[nodiscard]] Function kernel(const KernelSource& source, const char* name) {
     const Lock lock(mutex_);
     Kernels& kernels = kernels_[source.name];

@@ -28,10 +28,10 @@ struct MemoryInfo {
 };
 
 // The interface to devices and their virtual memory. Any thread may call any function, but calls on one stream must not
-// overlap. `device` is torch's index in this process; one that does not exist is ErrorKind::configuration.
+// overlap. `device` is torch's index in this process; one that does not exist is a configuration error.
 //
 // Each function that is not noexcept may throw driver errors, and had no effect then unless its comment says otherwise.
-// What a function returns is the caller's until the function that takes it back.
+// The caller owns what a function returns until it calls the function that takes it back.
 class Driver {
  public:
   virtual ~Driver() = default;
@@ -68,7 +68,7 @@ class Driver {
   // Waits for all work of this process on the device.
   virtual void synchronize(int device) = 0;
 
-  // Returns cached memory of allocations in CUDA graphs that no graph uses now.
+  // Gives memory that is cached for allocations in CUDA graphs, and that no graph uses now, back to the device.
   virtual void trim_graph_memory(int device) = 0;
   // Returns the bytes reserved for allocations in CUDA graphs, in use or cached.
   [[nodiscard]] virtual std::size_t graph_memory(int) { return 0; }
@@ -85,7 +85,7 @@ class Driver {
   virtual void copy_to_host(int device, void* to, Address from, std::size_t bytes, Stream stream) = 0;
   virtual void copy_to_device(int device, Address to, const void* from, std::size_t bytes, Stream stream) = 0;
   virtual void fill_zero(int device, Address address, std::size_t bytes, Stream stream) = 0;
-  // Digests item i into results[i], asynchronously: both stay in registered memory until done. Only if has_digest().
+  // Digests item i into results[i], asynchronously: both stay in registered memory meanwhile. Only if has_digest().
   virtual void digest(int device, const DigestKey& key, const DigestItem* items, std::size_t count, Digest* results,
                       Stream stream) = 0;
   // Does the slow part of the first has_digest(), without using the device: streams may be in use or captured.
@@ -102,7 +102,7 @@ class Driver {
   // Writes 1 to *damaged, which must be 0, if `packed` is not the packed form of content.bytes.
   virtual void unpack(int device, const PackItem& packed, const PackItem& content, std::uint64_t* damaged,
                       Stream stream) = 0;
-  // Compiles what has_packing() looks for, without using the device.
+  // Compiles the kernels without which has_packing() is false, without using the device.
   virtual void prepare_packing(int) noexcept {}
   // Returns whether content can be packed: never before prepare_packing(). Compiles nothing.
   [[nodiscard]] virtual bool has_packing(int device) noexcept = 0;
@@ -122,8 +122,8 @@ class Driver {
   // Prepares for the end of the process: waits until no kernel is being compiled, and lets none be compiled later.
   virtual void end() noexcept {}
 
-  // Returns whether the memory is host memory: its limits hold, and an access to what is released is a segmentation
-  // fault.
+  // Returns whether device memory is host memory: then it counts against the limits of host memory, and an access to
+  // released memory is a segmentation fault.
   [[nodiscard]] virtual bool in_host_memory() const noexcept { return false; }
 
   // Returns the message of the first failure that lost the context; empty if it is not lost.
@@ -141,7 +141,7 @@ class Driver {
 // Returns whether libcuda finds a device; if not, `why` says what is missing.
 [[nodiscard]] bool cuda_available(std::string* why) noexcept;
 
-[[nodiscard]] bool cuda_can_checkpoint() noexcept;
+[[nodiscard]] bool cuda_can_checkpoint() noexcept;  // whether libcuda has the checkpoint functions
 
 // Returns whether kernels of `device` can access memory of another device at `address`, because peer access is on;
 // false if `device` has no context or the address is unknown.

@@ -8,7 +8,7 @@
 
 namespace memsaver {
 
-// As attempt(), for what is only slower without it: throws context_lost.
+// As attempt(), but throws context_lost: for calls whose failure only makes later work slower.
 inline bool attempt_unless_lost(const char* what, const std::function<void()>& call) {
   try {
     call();
@@ -68,7 +68,7 @@ class HostMapping {
         memory_(std::exchange(other.memory_, nullptr)),
         bytes_(other.bytes_),
         driver_(other.driver_.exchange(nullptr)) {}
-  // Does nothing in a forked child, which has neither.
+  // Does nothing in a forked child, which owns neither.
   ~HostMapping() {
     if (memory_ == nullptr || getpid() != process_) return;
     try {
@@ -98,7 +98,7 @@ class HostMapping {
   const pid_t process_ = getpid();
   void* memory_;
   const std::size_t bytes_;
-  std::atomic<Driver*> driver_{nullptr};  // with which it is registered
+  std::atomic<Driver*> driver_{nullptr};  // that registered it, or null
 };
 
 // Owns a `Value` of zero bytes in registered host memory.

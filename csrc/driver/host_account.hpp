@@ -17,8 +17,8 @@ namespace memsaver {
 // it is dead: the kernel drops its lock on the slot. The last process that exits normally deletes the file; one left by
 // a killed process is reused. An account without a name is private to its owner.
 //
-// A helper process can checkpoint another one, as by the CUDA driver, by the state in the file: until it is restored,
-// what it holds does not count, and what it requests waits.
+// Through the state in the file, a helper process can checkpoint another process, as the CUDA driver does. Until that
+// process is restored, what it holds does not count, and its requests wait.
 class HostAccount {
  public:
   enum class State : std::uint32_t { running, locked, checkpointed };

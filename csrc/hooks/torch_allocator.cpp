@@ -6,7 +6,7 @@ namespace {
 
 std::atomic<Saver*> saver{nullptr};
 Mutex regions_mutex;
-// By number; the device is another one at each call.
+// By number, without the device, which each call gives.
 std::vector<Arena::Key>& regions() REQUIRES(regions_mutex) {
   static auto* list = new std::vector<Arena::Key>;
   return *list;

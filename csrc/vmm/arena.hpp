@@ -32,7 +32,7 @@ class Arena {
     int device;
     std::string tag;
     Restore restore;
-    // No chunk is larger, or crosses a multiple of it in an allocation; 0: in_chunks() chooses sizes.
+    // The size of the largest chunk, whose multiples in an allocation no chunk crosses; 0: in_chunks() chooses sizes.
     std::size_t chunk_bytes = 0;
     friend bool operator<(const Key& a, const Key& b) {
       return std::tie(a.device, a.tag, a.restore, a.chunk_bytes) < std::tie(b.device, b.tag, b.restore, b.chunk_bytes);
@@ -54,8 +54,8 @@ class Arena {
   }
   [[nodiscard]] const std::map<Address, std::size_t>& spans() const { return spans_.ranges(); }
 
-  // Takes a free range out: one with memory if there is one and the arena is not busy, else one without, as always if
-  // `bare`. Returns nothing if none is large enough.
+  // Takes out a free range: one with memory if there is one, else one without; always one without if the arena is busy
+  // or `bare`. Returns nothing if none is large enough.
   [[nodiscard]] std::optional<Place> take(std::size_t bytes, bool bare = false) {
     const auto mapped = busy_ || bare ? std::nullopt : mapped_.take(bytes);
     const auto address = mapped ? mapped : unmapped_.take(bytes);
@@ -63,7 +63,7 @@ class Arena {
   }
   // Puts a range without memory back.
   void reclaim(Address address, std::size_t bytes) { unmapped_.add(address, bytes); }
-  // Takes a particular free range without memory out, until it is reclaimed.
+  // Takes out this free range without memory until it is reclaimed.
   void withhold(Address address, std::size_t bytes) { unmapped_.remove(address, bytes); }
 
   void add_allocation(Address address, std::size_t bytes) {
@@ -173,7 +173,7 @@ class Arena {
 
   // Notes that a resume must restore all that is released now as `restore` says.
   void set_released_under(Restore restore) { released_under_ = {{restore, released()}}; }
-  // Returns whether what comes back in a range that has no memory must be zero.
+  // Returns whether a range that has no memory must be zeros when it has memory again.
   [[nodiscard]] bool comes_back_zero(Address address, std::size_t bytes) const {
     return released_under(Restore::zero, address, bytes) || shrunk_.overlaps(address, bytes);
   }
@@ -218,7 +218,7 @@ class Arena {
   }
   // Returns the live addresses whose memory a resize gave back.
   [[nodiscard]] const RangeSet& shrunk() const { return shrunk_; }
-  // Notes which live addresses of an arena without memory are shrunk. Others that were come back with zeros.
+  // Sets what is shrunk of an arena without memory. What no longer is comes back with zeros in a resume.
   void set_shrunk(const RangeSet& ranges) {
     for (const auto& [begin, bytes] : shrunk_.ranges()) released_under_[Restore::zero].add(begin, bytes);
     for (const auto& [begin, bytes] : ranges.ranges()) forget_loss(begin, bytes);
@@ -300,8 +300,8 @@ class Arena {
     for (auto& [restore, ranges] : released_under_) ranges.remove(address, bytes);
     shrunk_.remove(address, bytes);
   }
-  // Calls `visit(begin, end, chunk)` for each part of a range that lies in one chunk, or in none (null). It may remove
-  // that chunk.
+  // Calls `visit(begin, end, chunk)` for each part of a range that lies in one chunk, or in none (null). `visit` may
+  // remove that chunk.
   template <typename Visit>
   void for_each_part(Address address, std::size_t bytes, const Visit& visit) const {
     const Address end = address + bytes;
@@ -330,7 +330,7 @@ class Arena {
   // Returns the bytes of the chunk at the beginning of a range, in an arena with a chunk size.
   [[nodiscard]] std::size_t own_chunk(RangeSet::Range range) const {
     const Allocation* const allocation = allocation_around(range.begin, 1);
-    if (allocation == nullptr) return std::min(key_.chunk_bytes, range.bytes);  // it will begin here, or did before
+    if (allocation == nullptr) return std::min(key_.chunk_bytes, range.bytes);  // not added yet, or removed
     const std::size_t offset = range.begin - allocation->address;
     return std::min({key_.chunk_bytes - offset % key_.chunk_bytes, allocation->bytes - offset, range.bytes});
   }

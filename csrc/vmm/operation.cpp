@@ -45,8 +45,8 @@ class Saver::Operation {
   virtual ~Operation() = default;
 
   // Waits for the operation under way, marks the arenas of `tags` busy and plans them all at the same instant, then
-  // runs the plan. Throws as its Saver function; an error without tags and bytes gets those of the plan. Even then, no
-  // arena is busy and deferred frees are done.
+  // runs the plan. Throws as its Saver function; an error without tags and bytes gets those of the plan. Afterwards,
+  // also when it throws, no arena is busy and deferred frees are done.
   OperationResult perform(const Tags& tags) {
     saver_.check_process();
     const Lock one_at_a_time(saver_.backups_.operation_mutex);
@@ -150,7 +150,7 @@ class Saver::Operation {
     });
   }
 
-  // Adds the restore of parts of an arena, which have no memory, to devices_.
+  // Adds to devices_ the restore of `wanted`, ranges of an arena without memory.
   void plan_restore(Arena& arena, const RangeSet& wanted) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) {
     if (wanted.ranges().empty()) return;
     Work& work = on(arena.key().device);
@@ -187,7 +187,7 @@ class Saver::Operation {
     }
   }
 
-  // Does what plan_restore() planned; maps everything before the first content moves if `map_first`. Throws as
+  // Carries out what plan_restore() planned; if `map_first`, maps everything before any content moves. Throws as
   // resume(): all of it is released with its backups.
   void restore(bool map_first) REQUIRES(saver_.backups_.operation_mutex) {
     for (auto& [index, device] : devices_) device.sort();
@@ -223,7 +223,7 @@ class Saver::Operation {
       restore(false);
     });
     if (undone) return;
-    // No resume has reported damage, so no override may give up what is kept.
+    // give_up_damaged() may only drop backups whose damage a resume has reported, and no resume has reported this one.
     for (auto& [index, device] : devices_) {
       for (const auto& content : device.blocks) content.block->damaged = false;
     }
@@ -423,7 +423,7 @@ class Saver::Release final : public Operation {
     try {
       drop_all();
     } catch (const Error&) {
-      // All of it, or nothing if content that is not kept is gone already. What stays released keeps its backups.
+      // Undo it, unless content that is not kept is already gone. What stays released keeps its backups.
       if (!lost_content()) undo("a release failed, and what it had released stays so until it is resumed", &Work::kept);
       throw;
     }
@@ -443,7 +443,7 @@ class Saver::Release final : public Operation {
       const auto drop_kept = [&](std::size_t i) { drop(device, device.kept[i]); };
       device.seconds = saver_.backups_.pipeline_of(device.device).save(device.blocks, ranges, drop_kept);
     });
-    // These go last, on every device: until one of them is gone, all can be undone.
+    // Content that is not kept goes last, on every device: until some of it is gone, everything can be undone.
     on_each_device([&](Work& device) {
       const Stopwatch watch(device.seconds.driver);
       for (const auto& planned : device.others) drop(device, planned);
@@ -507,7 +507,7 @@ class Saver::Resume : public Operation {
   void run() REQUIRES(saver_.backups_.operation_mutex) override {
     const Cleanup unused([this] { saver_.give_back_reserved(); });
     check_room("resume", "everything stays released with its backup");
-    // Memory for transfers must not take what chunks need.
+    // With little host memory all chunks are mapped first, so that memory for transfers cannot take what they need.
     restore(saver_.driver_->in_host_memory() && saver_.backups_.short_of_room(bytes()));
     if (!devices_.empty()) saver_.backups_.retain();
   }
@@ -596,7 +596,7 @@ class Saver::Resize final : public Operation {
     }
   }
 
-  // Divides an arena without memory into what a resume brings back, and what only a resize does. It takes no memory.
+  // Divides an arena without memory into ranges that a resume brings back and ranges that only a resize does.
   void divide(Arena& arena) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) {
     const RangeSet used = used_of(arena);
     RangeSet unused;

@@ -19,8 +19,8 @@ inline void add_free_memory(Error& error, Driver& driver, int device, std::size_
 // call any function. Errors name the tag, the device and the bytes.
 class PhysicalMemory {
  public:
-  // A handle that the driver refused to unmap or to take back, and that belongs to no chunk: every operation and
-  // allocation tries again. Free addresses at which it is still mapped are withheld from their arena until then.
+  // A handle that belongs to no chunk, and that the driver refused to unmap or to take back. Every operation and
+  // allocation tries again; until then the free addresses at which it is mapped are withheld from their arena.
   struct Orphan {
     int device;
     Handle handle;
@@ -77,8 +77,8 @@ class PhysicalMemory {
       throw error.with_tag(key.tag).with_device(device).with_bytes(bytes);
     }
   }
-  // Unmaps and releases a chunk. A resume must restore its live ranges as `restore` says; without it, no resume does.
-  // Throws driver errors: the chunk is as it was, or unmapped with its handle an orphan.
+  // Unmaps and releases a chunk. A resume must restore its live ranges as `restore` says; without `restore` only a
+  // resize brings them back. Throws driver errors: the chunk is as it was, or unmapped with its handle an orphan.
   void drop(Arena& arena, const Chunk& chunk, std::optional<Restore> restore) EXCLUDES(map_.mutex) {
     const int device = arena.key().device;
     try {
@@ -126,7 +126,7 @@ class PhysicalMemory {
   }
 
   // Reserves a handle of this size for the next resume, so that memory cannot run out. Throws driver errors: what was
-  // reserved before still is.
+  // reserved before stays reserved.
   void reserve(const Arena::Key& key, std::size_t bytes) EXCLUDES(reserved_mutex_) {
     const Lock lock(reserved_mutex_);
     auto& handles = reserved_[{key.device, bytes}];
@@ -167,8 +167,8 @@ class PhysicalMemory {
     return sums;
   }
 
-  // Tries once to give each orphan back, one thread at a time. If another thread does so, waits for it and tries again
-  // if `wait`; else does nothing.
+  // Tries once to give each orphan back, one thread at a time. While another thread is at it, waits and then tries if
+  // `wait`; else does nothing.
   void retry(bool wait) EXCLUDES(map_.mutex, orphans_mutex_, retry_mutex_) {
     if (wait) {
       retry_mutex_.lock();
@@ -183,7 +183,7 @@ class PhysicalMemory {
     }
   }
   // Throws driver if an orphan is mapped at an address of the arena: no operation can map or account for memory there.
-  // `map` is that of this object.
+  // `map` must be the map of this object.
   void check_none_mapped([[maybe_unused]] const MemoryMap& map, const Arena& arena) const REQUIRES(map.mutex)
       EXCLUDES(orphans_mutex_) {
     for (const auto& orphan : orphans()) {

@@ -35,36 +35,37 @@ class Saver {
   // Synchronizes the devices; nothing may use the memory until it is resumed. `dead` ranges, in address order, hold no
   // content worth keeping. Tags with kept content go first. Throws out_of_host_memory or disk_full if the backups would
   // not fit: nothing is unmapped. Throws driver errors, out_of_host_memory, disk_full or backup later: the release is
-  // undone, unless content that is not kept is gone or the undo fails; then it can be repeated, and resumed.
+  // undone, unless content that is not kept is already gone or the undo fails; a repeat and a resume both work then.
   OperationResult release(const Tags& tags, const std::vector<RangeSet::Range>& dead,
                           const std::map<std::string, Restore>& overrides);
   // Brings back everything released under `tags`, with the content that its policies promise; with `verify_all` all
   // content is compared with its digests. Throws driver errors, out_of_host_memory or backup: all of it stays released
   // with its backups.
   OperationResult resume(const Tags& tags, bool verify_all = false);
-  // Gives back the chunks of `tag` whose live ranges are all `unused`. Brings back, with zeros, the other chunks that
-  // an earlier resize gave back. Each allocation is also unused behind its first part, `kept` (0 to 1) of its size.
-  // Synchronizes the devices before anything is unmapped; nothing may use the unused ranges until a resize keeps them
-  // again, or their allocation is freed. A release passes over what is given back, and so does its resume. If
-  // all of the tag is released, nothing moves: its resume brings back what is used now. Throws configuration if a part
-  // of the tag is released: nothing has changed. Throws driver errors: undone, with zeros in what was unused; if the
-  // undo fails, what was given back stays given back.
+  // Gives back the chunks of `tag` whose live ranges are all unused, and brings back, with zeros, the other chunks that
+  // an earlier resize gave back. Unused are the ranges `unused`, and each allocation beyond the first `kept` (0 to 1)
+  // of its size. Synchronizes the devices before anything is unmapped; nothing may use an unused range until a resize
+  // keeps it again. A release and its resume skip what a resize gave back. If all of the tag is released, no memory
+  // moves, and its resume brings back the used ranges only. Throws configuration if the tag is released in part:
+  // nothing has changed. Throws driver errors: undone, with zeros in the unused ranges; if the undo fails, what was
+  // given back stays so.
   OperationResult resize(const std::string& tag, const std::vector<RangeSet::Range>& unused, double kept);
-  // As a release of those `tags` that keep content, but nothing is given back: the backups are there.
+  // Makes the backups that a release of `tags` would make, and gives nothing back. Throws as release().
   OperationResult save(const Tags& tags, const std::vector<RangeSet::Range>& dead);
-  // Returns the allocations of `tag` whose content is in the shared store or zeros, and resident.
+  // Returns the allocations of `tag`, unless an operation works on them, whose whole backup is zeros or shared.
   [[nodiscard]] std::vector<SavedAllocation> saved(const std::string& tag) const;
-  // Returns a new allocation, released, whose backup is what the shared store has of `saved`: a resume brings it in.
-  // Throws backup if some is missing there or no such allocation is possible, or driver errors: nothing has changed.
+  // Returns a new allocation, released, whose backup is what the shared store has of `saved`; a resume copies it in.
+  // Throws backup if a block is missing there or no allocation can be as `saved`, or driver errors: nothing has
+  // changed.
   [[nodiscard]] Address adopt(const Arena::Key& key, std::size_t bytes, const std::vector<SavedBlock>& saved);
   // Takes the device memory that a resume of `tags` needs, in place of what was reserved before. The next resume uses
-  // it, so that memory cannot run out, and gives back what it did not use. Throws driver errors: nothing is reserved.
+  // it, so that it cannot run out of memory, and gives back the rest. Throws driver errors: nothing is reserved.
   void reserve(const Tags& tags);
-  void give_back_reserved() noexcept;
+  void give_back_reserved() noexcept;  // what the driver refuses is tried again by later operations
 
-  // Pins host memory for a release of everything in the background, and compiles kernels (0.25 s each, once).
+  // Compiles kernels (0.25 s each, once), and starts to pin the host memory that a release of everything needs.
   void prepare_backup();
-  // Waits until that is done. Throws out_of_host_memory or driver errors: what stopped it.
+  // Waits until that memory is pinned. Throws the out_of_host_memory or driver error that stopped the pinning.
   void wait_until_prepared();
   // Waits for all work on every device. Throws driver errors.
   void synchronize();
@@ -74,9 +75,9 @@ class Saver {
   // As BackupStore::shared().
   [[nodiscard]] SharedStore* shared_store() const { return backups_.shared(); }
   // Returns the backup of [address, address + bytes): the content at the last release, kept until the next one or until
-  // it is dropped. Copies it to `to` unless that is null or some is not in host memory. Waits for an operation under
-  // way. Throws configuration if the range is not within a live allocation, which must not be freed meanwhile; backup
-  // if packed content is damaged.
+  // it is dropped. Copies it to `to`, unless `to` is null or a part of the content is not in host memory. Waits for an
+  // operation under way. Throws configuration if the range is not within a live allocation, which must not be freed
+  // meanwhile; backup if packed content is damaged.
   [[nodiscard]] BackupView backup_of(Address address, std::size_t bytes, void* to);
   // Drops the backups of resident memory under `tags`, and, unless `keep_memory` for the next release, unpins unused
   // host memory in the background.
@@ -95,12 +96,12 @@ class Saver {
   [[nodiscard]] std::vector<int> devices() const;  // on which memory was ever allocated
   [[nodiscard]] bool owns(Address address) const;
   [[nodiscard]] Driver& driver() { return *driver_; }
-  // Throws what every function throws in a forked child or without a context.
+  // Throws forked in a forked child, and context_lost once the context is lost.
   void check_usable() const;
   // Prepares for the end of the process: from now on free() does nothing, no host memory is unpinned, and no kernel is
-  // compiled. Waits for one that is being compiled.
+  // compiled. Waits for a kernel that is being compiled.
   void close() noexcept;
-  // Returns whether nothing is to be given back: after close(), and in a forked child.
+  // Returns whether nothing may be given back any more: after close(), and in a forked child.
   [[nodiscard]] bool ended() const noexcept { return closed_ || getpid() != process_; }
 
  private:
@@ -113,7 +114,7 @@ class Saver {
   class Resize;
   class Expectation;
 
-  // Throws forked in a forked child. Call it before any lock is taken: the parent may have held it when it forked.
+  // Throws forked in a forked child. Call it before taking a lock: the parent may have held that lock at the fork.
   void check_process() const;
   // Adds a device to the map and to the backups, once. Throws driver errors.
   void add_device(int device) EXCLUDES(map_.mutex);
@@ -127,8 +128,8 @@ class Saver {
   [[nodiscard]] std::vector<Chunk> remove(Arena& arena, Address address) REQUIRES(map_.mutex);
   // Drops the backups of resident memory under `tags`.
   void drop_resident(const Tags& tags) REQUIRES(backups_.operation_mutex) EXCLUDES(map_.mutex);
-  // Notes what backups of resident content are expected to take. Throws context_lost; other failures only cost host
-  // memory.
+  // Notes for each resident block what its backup is expected to take. Throws context_lost; after another failure
+  // backups are expected to take as much as their content.
   void expect_backups();
 
   // Each part is made before and destroyed after those that use it. Lock order: backups_.operation_mutex, the retries

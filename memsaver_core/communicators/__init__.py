@@ -105,7 +105,7 @@ class Communicators:
         return library is not None and library.version >= SUSPENDS
 
     def usable(self) -> bool:
-        """Return whether none is suspended, or being suspended or resumed. Calls no driver."""
+        """Return whether no communicator is suspended, or being suspended or resumed. Calls no driver."""
         return not self._late and not any(status.suspended for status in self.statuses())
 
     def tag_status(self) -> TagStatus | None:
@@ -165,7 +165,7 @@ class Communicators:
             chosen = [(each, status) for each, status in self._chosen(names, resuming) if status.suspended is resuming]
             try:
                 for each, _ in chosen:
-                    # It waits for the other ranks, in a thread that is left behind if they do not call it.
+                    # The call waits for the other ranks; its thread is left behind if they do not make it.
                     call = started(each.resume if resuming else each.suspend, f"memsaver-{what}")
                     self._late[each.name] = _Call(what, each.name, call)
                 self._await_late(deadline)

@@ -47,7 +47,7 @@ class Communicator:
 
 
 def found() -> Iterator[Communicator]:
-    """Return torch's communicators, then vLLM's and SGLang's own. Groups that never communicated have none yet."""
+    """Yield torch's communicators, then vLLM's and SGLang's own. A group that never communicated has none yet."""
     yield from _of_torch()
     yield from _of_engines()
 

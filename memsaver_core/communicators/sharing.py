@@ -1,4 +1,4 @@
-"""Device memory that ranks share and no suspend covers: by the names of vLLM and SGLang, and NCCL's on NVLink."""
+"""Finds device memory that ranks share and no suspend gives back: vLLM's, SGLang's, and NCCL's on NVLink."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memsaver_core import nvml
 from memsaver_core.communicators.discovery import engine_groups, part
 from memsaver_core.shared_buffers import is_imported
 
-#: What a group communicates with, and how to do without it: the attribute that only one which shares memory has.
+#: Members of groups that may share memory: name, attribute that is set if so, what it is, and how to do without it.
 _OF_GROUPS = (
     ("symm_mem_comm", "buffer", "torch symmetric memory", "set VLLM_ALLREDUCE_USE_SYMM_MEM=0"),
     ("torch_symm_mem_comm", "buffer", "torch symmetric memory", "leave out --enable-torch-symm-mem"),
@@ -35,7 +35,7 @@ _MULTICAST_SUPPORTED = 132
 
 
 def shared_memory() -> list[str]:
-    """Return what of it there is, each with what to change for the next start. It prevents a hibernation."""
+    """Return what shares memory now, each with what to change at the next start. Any of it prevents a hibernation."""
     try:
         return [*_of_groups(), *_of_experts(), *_of_libraries()]
     except Exception as error:  # a version with other names: better no hibernation than one that cannot be undone
@@ -70,7 +70,7 @@ def _of_groups() -> Iterator[str]:
         if custom is not None and not custom.disabled and not any(map(is_imported, buffers)):
             yield f"the custom all-reduce {where} shares memory between ranks; start with --disable-custom-all-reduce"
         for name, held, what, advice in _OF_GROUPS:
-            # Even one that disabled itself holds its memory, if it came so far as to share it.
+            # Even one that has disabled itself still holds memory, if it had shared that before.
             if (memory := getattr(part(group, name), held, None)) is not None:
                 size = f" ({memory.nbytes} bytes)" if hasattr(memory, "nbytes") else ""
                 yield f"{what}{size} {where} is in use; {advice}"

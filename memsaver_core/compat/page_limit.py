@@ -1,4 +1,4 @@
-"""How many pages of its KV cache an engine hands out: what vLLM's blocks and SGLang's pages have in common."""
+"""Limits the pages of its KV cache that an engine hands out: what vLLM's blocks and SGLang's pages have in common."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from memsaver_core.compat.patching import Function
 
-#: Of how many prefixes it is known that they were computed; the oldest are forgotten.
+#: How many computed prefixes are remembered; the oldest are forgotten.
 KNOWN = 1 << 16
 
 
@@ -35,15 +35,15 @@ class Recomputed:
 
 
 class PageLimit(ABC):
-    """Has an engine hand out only pages below a limit. A free page behind it is held: the engine's allocator does not
-    have it, no prefix is on it, and the engine's size is that much less. One that is in use is held once it is free.
+    """Has an engine hand out only pages below a limit. A free page at or above it is held: the engine's allocator does
+    not have it, it caches no prefix, and the engine counts as that much smaller. A page in use is held once it is free.
     The first ``kept`` pages have memory. A derived class has the other methods that ``LimitedPages.ask_pages`` names:
     ``late`` and ``preempt``."""
 
     _held: Sized
 
     def __init__(self, total: int, least: int, page_tokens: int) -> None:
-        """Of ``total`` pages of ``page_tokens`` tokens, of which the longest request needs ``least``."""
+        """Limit ``total`` pages of ``page_tokens`` tokens each, of which the longest request needs ``least``."""
         self._total = self._limit = self._kept = total
         self._least = min(total, least)
         self._page_tokens = page_tokens
@@ -51,7 +51,7 @@ class PageLimit(ABC):
 
     @abstractmethod
     def in_use(self) -> tuple[int, int]:
-        """Return how many pages requests use, and up to which page all of these are."""
+        """Return how many pages requests use, and how many, from page 0, contain all of these."""
 
     def read(self) -> dict[str, int]:
         used, needed = self.in_use()

@@ -24,7 +24,7 @@ _patches: dict[str, list[Patch]] = {}
 
 def wrap(owner: Any, name: str, wrapper: Function, *, again: bool = False) -> None:
     """Have ``wrapper(original, ...)`` called in place of ``owner.name``; do nothing if there is no such function, or if
-    it is wrapped already, unless ``again``. ``owner`` is a module, a class, or an object, for which alone it holds."""
+    it is wrapped already, unless ``again``. ``owner`` is a module, a class, or one object, whose calls alone change."""
     original = getattr(owner, name, None)
     if original is None or (hasattr(original, "_memsaver_wraps") and not again):
         return

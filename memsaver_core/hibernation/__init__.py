@@ -33,7 +33,7 @@ _UNDO = {("lock", "locked"): "unlock", ("checkpoint", "checkpointed"): "restore"
 #: States of the process. UNKNOWN: the driver did not say; each step finds out.
 _State = Enum("_State", "RUNNING LOCKED HIBERNATED UNKNOWN LOST")
 
-#: By the driver's words.
+#: States by the driver's words for them.
 _STATES = {"running": _State.RUNNING, "locked": _State.LOCKED, "checkpointed": _State.HIBERNATED, "failed": _State.LOST}
 
 _CONSEQUENCES = {
@@ -43,13 +43,12 @@ _CONSEQUENCES = {
     _State.UNKNOWN: "the driver does not say what state the process is in; resume it",
 }
 
-
 _Take = Callable[["Hibernation"], dict[str, float]]
 
 
 def _one_step(take: _Take) -> _Take:
-    """Return ``take`` as a method that excludes other steps, and describes what fails by the state that it has left the
-    process in."""
+    """Return ``take`` as a method that excludes other steps, and whose errors name the state that the process is left
+    in."""
 
     @wraps(take)
     def one_step(self: Hibernation) -> dict[str, float]:
@@ -78,7 +77,7 @@ class Hibernation:
         self.device_lock = threading.Lock()
 
     def obstacles(self, suspending: bool = False) -> list[str]:
-        """Return why this process cannot be hibernated now, each with what to do; empty if nothing is known to.
+        """Return why this process cannot be hibernated now, each with what to do; empty if no reason is known.
 
         Checks the helper, the driver, MPS, NCCL communicators, what vLLM's and SGLang's ranks share, tensors shared by
         CUDA IPC, memory that memsaver imported, peer access, managed memory, and what ``preconditions.register_check``
@@ -211,7 +210,7 @@ class Hibernation:
         except (errors.MemsaverError, StepFailedError):
             if self.is_away():
                 raise
-            return {"unlock_repeats": 1.0}  # its repeat worked
+            return {"unlock_repeats": 1.0}  # its repeat in _state_after worked
         self._state = _State.RUNNING
         return {"unlock_seconds": float(seconds)}
 

@@ -65,7 +65,7 @@ class Helper:
 
     def ask(self, *request: object) -> list[str]:
         """Send a request, and return the words of the answer after ``ok``. Raises StepFailedError if the driver
-        refused, MemsaverError if the helper has ended or was killed, as it was late: what was asked may be done."""
+        refused, MemsaverError if the helper has ended, or was late and is killed; the step may have been taken."""
         wait_s = STEP_S if request[0] in _STEPS else ANSWER_S
         try:
             self._socket.settimeout(wait_s)

@@ -28,10 +28,10 @@ _checks: list[Callable[[], list[str]]] = []
 class Facts:
     """What was found of this process."""
 
-    enabled: bool = True  # memsaver is
-    has_context: bool = True  # the process has one on the device; if not, only the helper matters
-    helper: bool = True  # its program exists and may be run
-    can_checkpoint: bool = True  # the NVIDIA driver has the calls
+    enabled: bool = True  # memsaver is enabled
+    has_context: bool = True  # the process has a context on the device; if not, fewer checks apply
+    helper: bool = True  # the helper program exists and may be run
+    can_checkpoint: bool = True  # the NVIDIA driver has the checkpoint calls
     mps: str = ""  # the pipe of a CUDA MPS daemon that this process computes through
     communicators: tuple[CommunicatorStatus, ...] = ()  # NCCL's, of more than one rank
     ipc_tensors: int = 0  # shared with other processes by CUDA IPC, exported or imported

@@ -78,8 +78,8 @@ class SocketChannel:
 
 
 def serve(path: str, rank: int, answer: Callable[[Plain], Plain | None], wait_s: float = 0, key: bytes = b"") -> None:
-    """Connect to the service at ``path`` as ``rank``, and answer messages until it ends; None is no answer. Raises
-    OSError if the service cannot be reached; ``wait_s`` and ``key``: see both ``connect``."""
+    """Connect to the service at ``path`` as ``rank``, and answer messages until it ends; None is not sent. Raises
+    OSError if the service cannot be reached. A local connection uses ``wait_s``, a remote one ``key``."""
     connected = remote.connect(path, rank, key) if path.startswith(remote.SCHEME) else connect(path, rank, wait_s)
     with closing(connected), closing(connected.makefile("r")) as messages:
         for line in messages:

@@ -1,5 +1,5 @@
-"""What an operation would do on this rank, and whether it could: nothing is changed to find out. A check here refuses
-only what the operation itself would refuse, before any rank has done anything."""
+"""What an operation would do on this rank, and whether it is possible; nothing is changed. A check here refuses only
+what the operation itself would refuse, but before any rank has done anything."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def planned_release(tag: TagStatus, request: MemoryRequest) -> PlannedTag:
 
 
 def backup_rooms(tags: Iterable[PlannedTag], status: Status) -> tuple[Room, DiskRoom]:
-    """Return what the backups of a release need of host memory and of disk, and what is free there. What others have in
-    the shared store is not needed again, which shows only while content is saved."""
+    """Return what the backups of a release need of host memory and of disk, and what is free there. Content that other
+    processes have in the shared store needs no more, but that shows only while content is saved."""
     needed: Counter[str] = Counter()
     for tag in tags:
         needed["file" if tag.restore == "file" else "host"] += tag.backup_bytes
@@ -99,8 +99,8 @@ def backup_rooms(tags: Iterable[PlannedTag], status: Status) -> tuple[Room, Disk
 
 
 def most_for(host: Room, status: Status) -> int:
-    """Return how many bytes of backups may be there after a release: in a shared store what others have may be the
-    same, or give way, so that only more than the whole store has surely no room."""
+    """Return the most bytes of backups that a release may keep. In a shared store, what other processes have may be the
+    same content, or give way, so only backups larger than the whole store surely have no room."""
     store = status.host_backup.shared_store
     return host.free_bytes if store is None else store.limit_bytes
 
@@ -129,7 +129,7 @@ def _look(names: tuple[str, ...]) -> tuple[list[TagStatus], Status]:
 
 
 def _to_fit(needed: int, free: int) -> int:
-    """Return ``needed``. If it exceeds ``free``, subtract what torch holds free without a backup: slow to find."""
+    """Return ``needed``; if it exceeds ``free``, less what torch holds free. That takes time to find."""
     if needed <= free:
         return needed
     return max(0, needed - sum(size for _, size in process.backend().dead_ranges(process.saver())))

@@ -1,5 +1,5 @@
 """How far a rank is with its operation, in shared memory: a rank that works answers no request. The record is a page of
-anonymous memory, which the service maps through /proc: not that of a rank in another container or on another host."""
+anonymous memory. The service maps it through /proc, unless the rank is in another container or on another host."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class ProgressRecord:
 
 
 class GroupProgress:
-    """The records of all ranks that can be mapped from here; ``locations`` has one for each rank, or None. The process
-    ids of the ranks ``seen``, whose records are mapped, mean the same here as there."""
+    """The records of all ranks that can be mapped from here; ``locations`` has one for each rank, or None. ``seen`` are
+    the ranks whose records are mapped: their process ids are also valid here."""
 
     def __init__(self, locations: Sequence[ProgressLocation | None]) -> None:
         mapped = {rank: _map(location) for rank, location in enumerate(locations) if location is not None}
@@ -93,7 +93,7 @@ class GroupProgress:
         self._before = {rank: words[_OPERATIONS] for rank, words in self._records.items()}
 
     def asking(self) -> None:
-        """A message is about to be sent to every rank."""
+        """Note that a message is about to be sent to every rank."""
         self._asked = {rank: words[_BEGUN] for rank, words in self._records.items()}
 
     def late(self) -> dict[int, str]:
@@ -130,7 +130,7 @@ class GroupProgress:
 
 
 def _map(location: ProgressLocation) -> memoryview | None:
-    """Map a record; None if the numbers mean something else here, as on another host."""
+    """Map a record; None if ``location`` leads to no such record here, as for a rank on another host."""
     path = f"/proc/{location.pid}/fd/{location.fd}"
     try:
         if _NAME not in os.readlink(path):

@@ -32,7 +32,7 @@ class Introduce:
 @dataclass(frozen=True)
 class Prepare:
     """Check whether an operation is possible, and what it would do: ask for a ``Plan``. Changes nothing. ``exact``
-    leaves out what torch holds free even if there is room for it, which takes time."""
+    leaves out what torch holds free, even if there is room to back it up; to find it takes time."""
 
     operation: Verb
     memory: MemoryRequest
@@ -63,7 +63,7 @@ class GiveBackReserved:
 @dataclass(frozen=True)
 class MoveCommunicators:
     """Suspend (in a release) or resume the communicators ``names``, together with all other ranks, each of which has
-    said in its plan that it will. Reported as the tag ``communicators``. ``begin`` starts it and returns at once: NCCL
+    said in its plan that it can. Reported as the tag ``communicators``. ``begin`` starts it and returns at once: NCCL
     works while tags are moved. The same message without it waits for the end."""
 
     operation: Verb
@@ -95,7 +95,7 @@ class TakeOutcome:
 
 @dataclass(frozen=True)
 class SleepNow:
-    """Put this rank to sleep at ``level`` and release ``memory``, for an engine that believes it is asleep."""
+    """Put this rank to sleep at ``level`` and release ``memory``, for an engine that counts it as asleep already."""
 
     memory: MemoryRequest
     level: int
@@ -166,8 +166,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of a rank: its class in ``memsaver_core.contract.errors``, the attributes that this documents, and the
-    phase that failed, empty outside an operation."""
+    """An error of a rank: its class in ``memsaver_core.contract.errors``, the fields of that class, and the phase that
+    failed, empty outside of an operation."""
 
     error: str
     message: str

@@ -50,7 +50,7 @@ class Rank:
         return ms.enabled()
 
     def answer(self, message: Plain) -> Plain:
-        """Carry out a message. Never raises, as an engine may give up a rank that does: errors are answers."""
+        """Carry out a message. Errors are answers, too: an engine may give up a rank that raises."""
         self._failed_phase = ""
         result: Result
         try:
@@ -116,7 +116,7 @@ class Rank:
         raise UnsupportedError(f"this rank does not answer {type(request).__name__}")
 
     def release_own(self, memory: MemoryRequest) -> OperationReport:
-        """Release what this process has of it; the engine is idle. Must touch no device of a hibernated process."""
+        """Release those tags that this process has; the engine is idle. Touches no device while hibernated."""
         tags = _here(memory.tags)
         if memory.tags and not tags:
             return OperationReport(operation="release")
@@ -143,7 +143,7 @@ class Rank:
         return ProgressRecord()
 
     def _communicate(self, request: protocol.MoveCommunicators) -> OperationReport:
-        """Suspend or resume those of its communicators that this process has."""
+        """Suspend or resume those of the named communicators that this process has."""
         resuming = request.operation == "resume"
 
         def held(counted: Iterable[CommunicatorStatus]) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Connections between ranks on several hosts: TCP, on which both sides prove first that they know the key. Each message
-then carries a code that only they can make, of its content, direction and number: none is forged, altered, repeated,
-left out or exchanged unseen. The content is not encrypted."""
+then carries a code that only they can compute, of its content, direction and number: a message that is forged, altered,
+repeated, missing or out of order is noticed. The content is not encrypted."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from memsaver_core.rendezvous import Listener
 
 logger = logging.getLogger("memsaver")
 
-#: What the addresses of such listeners begin with.
+#: The scheme of a listener's address.
 SCHEME = "tcp://"
-#: The longest message, bytes. Nothing longer is read, nor more than the few bytes of a proof from one without the key.
+#: The longest message that is read, bytes. Before the other side has proved its key, only that proof is read.
 LONGEST = 64 << 20
 #: How long the other side may take to prove that it knows the key, seconds.
 PROOF_S = 5.0
@@ -60,12 +60,12 @@ class RemoteListener(Listener):
 
 
 class KeyedConnection:
-    """As a socket over which lines are sent and read. After an error it must not be used."""
+    """A socket over which lines are sent and read. It must not be used after an error."""
 
     def __init__(self, connection: socket.socket, session: bytes, sends: bytes, reads: bytes) -> None:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A host that has ended says nothing: the connection then ends after half a minute.
+        # A host that goes down closes no connection: this one then ends after half a minute.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -148,7 +148,7 @@ def _accepted(connection: socket.socket, key: bytes, missing: Collection[int]) -
 
 
 def _code(key: bytes, *parts: bytes) -> bytes:
-    """Return the code of ``parts``, of which only the last may differ in length."""
+    """Return the code of ``parts``, of which only the last may vary in length."""
     return hmac.digest(key, b"memsaver ranks 1 " + b"".join(parts), "sha256")
 
 

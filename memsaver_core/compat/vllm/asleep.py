@@ -27,7 +27,7 @@ def weights_are_released() -> bool:
 
 
 class ModelLending(Lending):
-    """As ``Lending``, for the model of a worker. A module that an update has left half done is as before at the end."""
+    """As ``Lending``, for the model of a worker. Its end restores a module that an update has left half done."""
 
     def __init__(self, worker: Any) -> None:
         """Raises UnsupportedError, too, if the weights have a format that only the device can make."""

@@ -1,4 +1,4 @@
-"""How many blocks of its KV cache vLLM's engine core hands out: it has the block pool, its workers have the memory."""
+"""Limits the KV cache blocks that vLLM's engine core hands out: the core has the block pool, its workers the memory."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _OF_POOL = (
 
 
 class BlockLimit(PageLimit):
-    """Of the block pool of an engine core; a page is a block."""
+    """Limits the block pool of an engine core; a page is a block."""
 
     def __init__(self, core: Any) -> None:
         self._scheduler = core.scheduler
         self._pool = core.scheduler.kv_cache_manager.block_pool
         self._held: dict[int, Any] = {}
         total, cache = int(self._pool.num_gpu_blocks), core.vllm_config.cache_config
-        # Besides block 0, which no request gets. vLLM has the quotient, of which rounding may have changed a bit.
+        # Plus block 0, which no request gets. vLLM only has the quotient, and rounding may have changed its last bit.
         least = math.ceil(total / cache.kv_cache_max_concurrency - 1e-6) + 1
         super().__init__(total, least, max(1, round(cache.kv_cache_size_tokens / total)))
         wrap(self._pool, "free_blocks", self._free)
@@ -60,7 +60,7 @@ class BlockLimit(PageLimit):
         return [name for name in self._scheduler.requests if self._is_late(name)]
 
     def preempt(self) -> None:
-        """Have the running requests among those wait again, first in the queue. Output in flight is dropped."""
+        """Have those that run of the ``late`` requests wait again, first in the queue. Output in flight is dropped."""
         scheduler, now = self._scheduler, time.monotonic()
         drops = "drop_stale_output" in inspect.signature(scheduler._preempt_request).parameters
         for request in [each for each in reversed(scheduler.running) if self._is_late(each.request_id)]:
@@ -95,7 +95,7 @@ class BlockLimit(PageLimit):
         self._hold(block for block in ours if block.block_id >= self._limit and block.ref_cnt == 0)
 
     def _find(self, get_cached_block: Function, block_hash: Any, *args: Any, **kwargs: Any) -> Any:
-        """Find no prefix on a block that goes, as a new request would use the block after those that use it now."""
+        """Find no prefix on a block above the limit: a new request would keep the block in use."""
         found = get_cached_block(block_hash, *args, **kwargs)
         if not found:
             self._recomputed.note(block_hash)

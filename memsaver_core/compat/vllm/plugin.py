@@ -194,7 +194,7 @@ _NOTES = ("_sleep_saved_buffers", "_sleep_rebuild_draft_metadata_buffers")
 
 
 class _WorkerRank(Rank):
-    """The worker of this process. A ``Move("release", ...)``, which only a hibernated one gets, goes past its sleep."""
+    """The worker of this process. A ``Move("release", ...)``, which only a hibernated one gets, bypasses sleep()."""
 
     worker: Any = None
 
@@ -264,7 +264,7 @@ class _WorkerRank(Rank):
         ours = vllm_allocator()
         ours.override = lambda: reports.append(self.followed(partial(ms.resume_with, options)))
         try:
-            # If nothing stays asleep, tags are left out, by which vLLM knows.
+            # If nothing stays asleep, tags are left out, so that vLLM knows.
             tags = options.tags
             part = tags and any(each.released_bytes and each.tag not in tags for each in ms.status().tags)
             self.worker.wake_up(list(tags) if part else None)
@@ -307,7 +307,7 @@ def _workspace_tag(manager: Any, required_bytes: int = 0, *_: Any, **__: Any) ->
 
 
 def _sampling_tag(logits: Any, *_: Any, **__: Any) -> str | None:
-    """Of the buffer that vLLM keeps for each device and never frees."""
+    """Return the tag of the buffer that vLLM keeps for each device and never frees."""
     if (cache := getattr(sys.modules[SAMPLING], "_TRITON_BUFFER_CACHE", None)) is None:
         return None
     held = cache.get((logits.device, logits.dtype, logits.shape[-1]))
@@ -321,7 +321,7 @@ def _multiprocessors(device: int | None) -> int:
 
 
 def _flashinfer_tag(builder: Any = None, *_: Any, **__: Any) -> str | None:
-    """Of workspaces that are allocated at their first use and then kept: the module's, and one for each builder."""
+    """Return the tag of workspaces that are made at first use and then kept: the module's, and one of each builder."""
     names = vars(sys.modules[FLASHINFER] if builder is None else builder)
     held = names.get("trtllm_workspace_buffer" if builder is None else "_workspace_buffer", "?")
     return allocator.WORKSPACE if held is None else None
@@ -339,8 +339,8 @@ _buffers: list[PeerBuffers] = []
 
 
 def _with_filled_table(init: Function, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Make every entry of the table that captured all-reduces take theirs from point to the shared buffer. vLLM fills
-    the first entry when it is made, and one for each captured all-reduce after the capture."""
+    """Make every entry of the table point to the shared buffer; each captured all-reduce reads one entry. vLLM fills
+    the first entry when the object is made, and one for each captured all-reduce after the capture."""
     _under(allocator.RUNTIME)(init, self, *args, **kwargs)
     if self.disabled:
         return
