@@ -21,7 +21,7 @@ _DIGEST_KEY = (1, 2, 3, 4)
 
 
 def made_from_masters(optimizers: Iterable[Any]) -> set[int]:
-    """Return the ids of what optimizers with masters know, the parameters that they make among it."""
+    """Return the ids of the tensors of optimizers with masters, with the parameters made from these."""
     known: set[int] = set()
     for optimizer in _with_masters(optimizers):
         known.update(id(tensor) for _, tensor in tensors_in(optimizer))
@@ -72,9 +72,9 @@ class Copies:
         remake()
         if self._read() != self._digest:
             raise UnsupportedError(
-                "the parameters were not what the optimizer makes from its masters, as its next step would, and are so "
-                "now. A caller that writes them must write the masters, too, or keep the parameters; nothing was "
-                "released"
+                "the parameters differed from what the optimizer makes of its masters, and are overwritten with that, "
+                "as its next step would have done. A caller that writes them must write the masters, too, or keep the "
+                "parameters; nothing was released"
             )
 
     def make_again(self) -> None:

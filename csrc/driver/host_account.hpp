@@ -72,7 +72,7 @@ class HostAccount {
   int slot_ = -1;
   bool own_ = true;  // the slot is this process's
   Mutex mutex_;      // record locks belong to the process: this excludes its threads from each other
-  bool left_ GUARDED_BY(mutex_) = false;  // what other threads take and give after that does not count
+  bool left_ GUARDED_BY(mutex_) = false;  // then what other threads take and give does not count
 };
 
 [[nodiscard]] const char* name_of(HostAccount::State state);

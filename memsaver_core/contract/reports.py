@@ -104,7 +104,7 @@ class OperationAnswer(OperationReport):
     operation_id: str
     state: str
     coordinator: str = Field(
-        default="", description="Of a fleet, which brings this memory to what it wants; absent unless it is another's."
+        default="", description="The coordinator of a fleet that holds this memory; absent if it is the caller."
     )
     ignored: Ignored = ()
 
@@ -138,7 +138,7 @@ class DiskRoom(Room):
 
 
 class PlannedTag(Model):
-    """A tag in a dry run: ``bytes`` of device memory, and ``backup_bytes`` that its backup is expected to take more."""
+    """A tag in a dry run: ``bytes`` of device memory, and the further ``backup_bytes`` that its backup will need."""
 
     tag: str
     restore: str = Field(description="the policy that the release would use, or the region's own")

@@ -97,7 +97,7 @@ class MemoryRequest(Tagged):
         default=False, description="Release the CUDA context last; any resume restores it."
     )
     communicators: Annotated[Literal["suspend", "keep"] | None, Acts("core", lasting=True)] = Field(
-        default=None, description="What NCCL holds: suspend it, or keep it: faster; see MEMSAVER_COMMUNICATORS."
+        default=None, description="Suspend what NCCL holds, or keep it, which is faster; see MEMSAVER_COMMUNICATORS."
     )
 
     @model_validator(mode="after")
@@ -271,7 +271,7 @@ class ResizeKvCache(_Operation):
         default="wait", description="Requests that use what goes: wait for their end, or preempt them."
     )
     timeout_s: Annotated[Seconds | None, _Cache] = Field(
-        default=None, description="Deadline of that; by default MEMSAVER_DRAIN_TIMEOUT_S."
+        default=None, description="Deadline of that wait; by default MEMSAVER_DRAIN_TIMEOUT_S."
     )
     wait_for_memory_s: Annotated[Seconds, _Cache] = Field(
         default=0.0, description="How long to wait until other processes free the device memory to grow."

@@ -29,8 +29,8 @@ class Consumer(Model):
     ``kind`` is ``tag``: a region, including free ranges inside its chunks; ``torch``: tensors outside regions;
     ``cache``: torch's cache outside regions; ``graphs``: captured CUDA graphs, beside their tensors; ``reserved``: held
     for a resume that is prepared; ``process``: the rest of this process: context, modules, libraries; ``others``: other
-    processes; ``unexplained``: the rest, if the driver does not count by process. It separates tags, which may
-    have any name, from other consumers.
+    processes; ``unexplained``: the rest, if the driver does not count by process. A tag may have the
+    name of another consumer.
     """
 
     kind: Literal["tag", "torch", "cache", "graphs", "process", "reserved", "others", "unexplained"]
@@ -206,7 +206,7 @@ class PreparedState(Model):
         return f"{self.operation} {self.operation_id} of {self.client}; {left}"
 
 
-#: The header by which a coordinator says who holds an engine, when it asks what that holds.
+#: The header in which a coordinator that holds an engine gives its name when it reads the occupation.
 COORDINATOR_HEADER = "Memsaver-Coordinator"
 
 
@@ -216,9 +216,9 @@ class KvCacheAnswer(Model):
     bytes: int = Field(description="The size of the cache.")
     used_bytes: int = Field(description="Of it, what requests in flight use.")
     smallest_bytes: int = Field(description="The smallest size now for which no request has to end or be preempted.")
-    largest_bytes: int = Field(description="The largest size now by what the device has free, but for rounding.")
+    largest_bytes: int = Field(description="The largest size that free device memory allows now, but for rounding.")
     full_bytes: int = Field(description="The size with which the engine began.")
-    limit_bytes: int | None = Field(default=None, description="Of a caller's last resize, if it balances itself.")
+    limit_bytes: int | None = Field(default=None, description="Set by a caller's last resize, if the cache balances.")
     tokens: int = Field(description="Room for so many tokens.")
     page_bytes: int
     page_tokens: int
@@ -236,9 +236,9 @@ class OccupationAnswer(Model):
     hibernated: bool
     engine: str
     weights_version: str | None = Field(
-        default=None, description="That the last update of the weights named; null if it named none, and for a fleet."
+        default=None, description="The version named by the last update of the weights; null if none, and for a fleet."
     )
-    engine_id: str = Field(default="", description="Of the service; by it two addresses are known to be one engine's.")
+    engine_id: str = Field(default="", description="The service's id: two addresses with the same id are one engine.")
     model: str = Field(default="", description="What the engine serves; empty if it does not say.")
     admission: AdmissionStatus
     operation_id: str | None
@@ -248,7 +248,7 @@ class OccupationAnswer(Model):
     )
     prepared: PreparedState | None = None
     coordinator: str = Field(
-        default="", description="Of a fleet, which brings this memory to what it wants; empty if none has asked lately."
+        default="", description="The coordinator of a fleet that holds this memory; empty if none has asked lately."
     )
     tags: tuple[TagOccupation, ...]
     communicators: tuple[CommunicatorStatus, ...] = ()

@@ -103,7 +103,7 @@ class GroupProgress:
             if words[_BEGUN] == self._asked.get(rank, 0):
                 late[rank] = "has not begun it"
             elif words[_ENDED] != words[_BEGUN]:
-                late[rank] = "has begun it and not ended"
+                late[rank] = "has begun it and has not ended"
         return late
 
     def figures(self) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ class Settings(EnvironmentSettings):
         "beside localhost and loopback addresses.",
     )
     audit_file: str = Field(
-        default="", description="File that each operation's audit line is appended to; opened anew once it was moved."
+        default="", description="File that each operation's audit line is appended to; reopened after it was moved."
     )
     protect_probes: bool = Field(default=False, description="Require the key for health probes and metrics as well.")
     drain_timeout_s: float = Field(default=25.0, ge=0, le=86400, description="Default deadline of the drain.")
@@ -71,8 +71,8 @@ class Settings(EnvironmentSettings):
     )
     kv_cache: str = Field(
         default="",
-        description="Bounds of the KV cache's size, such as 4GiB..40GiB: engines of the same GPUs that have this hand "
-        "memory to each other, by need. Empty: only callers resize it.",
+        description="Bounds of the KV cache's size, such as 4GiB..40GiB: engines of the same GPUs "
+        "that have this setting hand memory to each other, by need. Empty: only callers resize it.",
     )
     verify_tokens: bool = Field(
         default=False,

@@ -24,5 +24,5 @@ def _wrong(kind: str, path: tuple[int | str, ...], should: str, found: object) -
     if kind == "extra_forbidden":
         return f"{name} does not exist"
     if kind == "json_invalid":
-        return f"it is no JSON ({should.removeprefix('Invalid JSON: ')})"
+        return f"it is not JSON ({should.removeprefix('Invalid JSON: ')})"
     return f"{name} is {repr(found)[:_SHOWN]}, but {should.replace('Input should', 'should')}"

@@ -525,7 +525,7 @@ def test_an_end_that_could_not_be_written_counts(coordinate: Callable[..., Fleet
             '{"wanted": [{"state": "asleep"}]}',
             "wanted.0.selector is missing; wanted.0.state is 'asleep', but should be 'released'",
         ),
-        ('{"wanted": [', "it is no JSON (EOF while parsing"),
+        ('{"wanted": [', "it is not JSON (EOF while parsing"),
         ("5", "the whole is 5, but should be an object"),
     ],
 )

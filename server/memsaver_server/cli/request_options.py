@@ -40,7 +40,7 @@ class Release(Options):
     communicators: str | None = typer.Option(
         None,
         "--communicators",
-        help="What NCCL holds: suspend it, or keep it: faster; see MEMSAVER_COMMUNICATORS.",
+        help="Suspend what NCCL holds, or keep it, which is faster; see MEMSAVER_COMMUNICATORS.",
         metavar="suspend|keep",
     )
     timeout_s: float | None = typer.Option(
@@ -138,7 +138,7 @@ class ResizeKvCache(Options):
         None, "--mode", help="Requests that use what goes: wait for their end, or preempt them.", metavar="wait|preempt"
     )
     timeout_s: float | None = typer.Option(
-        None, "--timeout", help="Deadline of that; by default MEMSAVER_DRAIN_TIMEOUT_S.", metavar="SECONDS"
+        None, "--timeout", help="Deadline of that wait; by default MEMSAVER_DRAIN_TIMEOUT_S.", metavar="SECONDS"
     )
     wait_for_memory_s: float | None = typer.Option(
         None,

@@ -103,11 +103,11 @@ def path_of(name: OperationName) -> str:
 
 def parse_json(response: httpx.Response) -> dict[str, Any]:
     """Return the JSON object of a success; raise AnswerError if the answer is not a success, or not a JSON object."""
-    body, wrong = None, "it is no JSON object"
+    body, wrong = None, "it is not a JSON object"
     try:
         body = read_json(response.content)
     except ValueError as error:
-        wrong = f"it is not JSON that others can hold: {error}"
+        wrong = f"it is not valid JSON: {error}"
     if not response.is_success:
         text = response.content.decode(errors="replace")  # whatever encoding it names
         raise error_for(response.status_code, body, text, response.headers.get("Retry-After"))

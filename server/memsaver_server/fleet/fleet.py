@@ -301,7 +301,7 @@ class AsyncFleet:
             return result
         except asyncio.CancelledError:
             during = f"while {operation.request.operation} {operation.id} was in phase '{operation.phase}'"
-            left = "what was not undone, the next one with its record brings to an end"
+            left = "the next one with its record ends what was not undone"
             operation.conclude(None, ServerEndsError(f"the coordinator ended {during}; {left}"))
             raise
         except BaseException as error:

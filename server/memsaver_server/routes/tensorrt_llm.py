@@ -25,7 +25,7 @@ STATES = {"resident": "running", "releasing": "parking", "released": "parked", "
 
 
 class MemoryStatusAnswer(Model):
-    """TensorRT-LLM's view: ``running``, ``parking``, ``parked``, ``waking`` or ``failed``."""
+    """The state in TensorRT-LLM's words: ``running``, ``parking``, ``parked``, ``waking`` or ``failed``."""
 
     state: str
     parked_tags: list[str]

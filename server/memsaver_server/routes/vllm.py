@@ -62,13 +62,13 @@ class EngineFlag(Model):
 
 
 class FleetSleepingAnswer(SleepingAnswer):
-    """Whether any engine sleeps; ``flag`` says it of each."""
+    """Whether any engine sleeps; ``flag`` is that of each."""
 
     engines: list[EngineFlag]
 
 
 class FleetPausedAnswer(Model):
-    """Whether any engine is paused; ``flag`` says it of each."""
+    """Whether any engine is paused; ``flag`` is that of each."""
 
     is_paused: bool
     engines: list[EngineFlag]
