@@ -72,7 +72,7 @@ class Copies:
         remake()
         if self._read() != self._digest:
             raise UnsupportedError(
-                "the parameters differed from what the optimizer makes of its masters, and are overwritten with that, "
+                "the parameters were not what the optimizer makes from its masters, and are overwritten with that, "
                 "as its next step would have done. A caller that writes them must write the masters, too, or keep the "
                 "parameters; nothing was released"
             )

@@ -49,7 +49,6 @@ THEIRS = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2",
     "typer",
-    "typer.rich_utils",
     "uvicorn.protocols.http.h11_impl",
 )
 OURS = (
