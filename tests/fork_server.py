@@ -179,7 +179,8 @@ def serve_loaded(server: ForkServer, native: str) -> Step | None:
     for name in OURS:
         importlib.import_module(name)
     routes, engine, fleet = (sys.modules[f"memsaver_server.{name}"] for name in ROUTED)
-    routes.routers_of(engine.EngineController.models, frozenset({"generate", "update"}))
+    for capabilities in ((), ("generate",), ("update",), ("generate", "update")):
+        routes.routers_of(engine.EngineController.models, frozenset(capabilities))
     routes.routers_of(fleet.FleetController.models, fleet.FleetController.capabilities)
     return server.serve()
 
