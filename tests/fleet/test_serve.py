@@ -9,7 +9,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -844,7 +843,7 @@ def test_the_command(sites: Sites, tmp_path: Path) -> None:
     members.write_text(json.dumps({"members": rows, "models": {"*": {"idle_release_s": 3600}}}))
     command = [sys.executable, "-m", "memsaver_server.cli", "fleet", "serve", "--members", str(members), "--port", "0"]
     record = ["--record", str(tmp_path / "record.json")]
-    with subprocess.Popen([*command, *record], stdout=subprocess.PIPE, text=True) as process:
+    with forks.Popen([*command, *record], stdout=forks.PIPE, text=True) as process:
         assert process.stdout is not None
         said = process.stdout.readline()
         assert said.startswith(f"serving the fleet of {members} on http://127.0.0.1:")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests import engine_runs
+from tests import engine_runs, forks
 from tests.reliability import document, runs
 
 ROOT = Path(__file__).parents[2]
@@ -35,9 +34,7 @@ def anchors_of(path: Path) -> set[str]:
 
 
 def test_what_is_generated_is_current() -> None:
-    ran = subprocess.run(
-        [sys.executable, ROOT / "docs/generate.py", "--check"], capture_output=True, text=True, check=False
-    )
+    ran = forks.run([sys.executable, str(ROOT / "docs/generate.py"), "--check"], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
 
