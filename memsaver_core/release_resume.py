@@ -197,8 +197,9 @@ def give_back_reserved() -> None:
 def prepare_backup(*, wait: bool = False) -> None:
     """Pin the host memory that a release of everything needs, in the background, and compile kernels that this user's
     cache lacks, in a quarter of a second each. With ``wait``, return when it is done. Without this the first release is
-    slower and packs nothing. Raises OutOfHostMemoryError, only with ``wait``, if host memory is short."""
-    if not process.enabled():
+    slower and packs nothing. Does nothing with MEMSAVER_PREPARE_BACKUP=0. Raises OutOfHostMemoryError, only with
+    ``wait``, if host memory is short."""
+    if not (process.enabled() and process.core_settings().prepare_backup):
         return
     saver = process.saver()
     saver.prepare_backup()

@@ -33,6 +33,9 @@ CacheMode = Literal["wait", "preempt"]
 #: ``all``: every selected engine or none; ``best_effort``: what can be done, and the rest is listed.
 FleetMode = Literal["all", "best_effort"]
 
+#: vLLM's tag for scheduling: a sleep of level 0 stops it, a wake-up of this tag alone continues it.
+SCHEDULING = "scheduling"
+
 #: How long an operation stays prepared without its commit, if its caller does not say, seconds.
 DEFAULT_LEASE_S = 30.0
 

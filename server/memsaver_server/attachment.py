@@ -18,7 +18,6 @@ from typing import TypeAlias
 import uvicorn
 from fastapi import FastAPI
 
-import memsaver_core as ms
 from memsaver_core import communicators
 from memsaver_core.contract.errors import ConfigurationError, MemsaverError
 from memsaver_server.address import place
@@ -116,8 +115,7 @@ def attach(
     communicators.warn_of_registered_graphs()
     make_app = partial(create_app, engine, settings)
     attachment = serve_app(make_app, settings, host, port, uds, ssl_keyfile=ssl_keyfile, ssl_certfile=ssl_certfile)
-    if ms.core_settings().prepare_backup:
-        memory_of(engine).prepare_backup()  # so that the first release is fast
+    memory_of(engine).prepare_backup()  # so that the first release is fast
     return attachment
 
 

@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from starlette.types import Receive, Scope, Send
 
 from memsaver_server import Settings
-from memsaver_server.http.auth import kind_of
+from memsaver_server.http.auth import caller_kind
 from memsaver_server.http.fairness import REQUESTS_PER_ITERATION, FairnessMiddleware, FairQueue, Kind
 
 
@@ -72,7 +72,7 @@ def test_who_only_looks_goes_past() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             served.append(scope["method"])
 
-        asgi = FairnessMiddleware(app, FairQueue(), partial(kind_of, Settings()))
+        asgi = FairnessMiddleware(app, FairQueue(), partial(caller_kind, Settings()))
 
         async def ask(method: str) -> None:
             await asgi({"type": "http", "method": method}, None, None)  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def test_who_signs_is_not_behind_strangers() -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             served.append(scope["headers"][0][0] if scope["headers"] else b"")
 
-        asgi = FairnessMiddleware(app, FairQueue(), partial(kind_of, Settings(api_key=SecretStr("key"))))
+        asgi = FairnessMiddleware(app, FairQueue(), partial(caller_kind, Settings(api_key=SecretStr("key"))))
 
         async def ask(*headers: tuple[bytes, bytes]) -> None:
             await asgi({"type": "http", "method": "POST", "headers": headers}, None, None)  # type: ignore[arg-type]

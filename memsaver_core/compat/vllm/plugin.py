@@ -137,8 +137,7 @@ def _with_workspaces_of_stream(graph_capture: Function, *args: Any, **kwargs: An
 
 def _prepare_backup(compile_or_warm_up_model: Function, *args: Any, **kwargs: Any) -> Any:
     result = compile_or_warm_up_model(*args, **kwargs)
-    if ms.core_settings().prepare_backup:
-        ms.prepare_backup()  # all that a sleep keeps is allocated by now, so host memory for it can be pinned
+    ms.prepare_backup()  # all that a sleep keeps is allocated by now, so host memory for it can be pinned
     return result
 
 

@@ -18,6 +18,7 @@ from memsaver_core.contract.reports import FleetPlanAnswer, PlanAnswer
 from memsaver_core.contract.requests import (
     ASKED_OF_FLEET,
     OPPOSITE,
+    SCHEDULING,
     Asked,
     AskedOfFleet,
     DrainMode,
@@ -274,7 +275,7 @@ class FleetController(Controller[FleetOperation]):
 
     async def continue_(self, selected: Fields, *, scheduling: bool = False) -> Answer:
         if scheduling:
-            query = {"tags": ["scheduling"]}
+            query = {"tags": [SCHEDULING]}
             return await self._call(selected, "Scheduling continues", "POST", "/wake_up", query=query)
         return await self._call(selected, "Generation continues", "POST", "/continue_generation", body={})
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from memsaver_core.contract.errors import ForbiddenError, MemsaverError, ServerEndsError, UnauthorizedError
 from memsaver_server.controller import Answer, Controller
-from memsaver_server.http.auth import kind_of
+from memsaver_server.http.auth import caller_kind
 from memsaver_server.http.fairness import FairnessMiddleware
 from memsaver_server.http.service import Service, response_of, service_of
 from memsaver_server.operation.departure import CLIENT_CLOSED, ClientGoneError
@@ -52,7 +52,7 @@ def application(
         redoc_url=None,
     )
     app.state.memsaver = service
-    app.add_middleware(FairnessMiddleware, queue=service.fair_queue, kind_of=partial(kind_of, settings))
+    app.add_middleware(FairnessMiddleware, queue=service.fair_queue, kind_of=partial(caller_kind, settings))
     app.add_middleware(ShutdownMiddleware, closing=controller.closing)
     # Not by include_router(), which would build each route again for each application: that takes 0.05 s.
     app.router.routes.extend(route for router in routers for route in router.routes)

@@ -34,7 +34,7 @@ def has_valid_key(request: Request, key: SecretStr | None) -> bool:
     return key is not None and scheme.lower() == "bearer" and hmac.compare_digest(sent, key.get_secret_value().encode())
 
 
-def kind_of(settings: Settings, scope: Scope) -> Kind:
+def caller_kind(settings: Settings, scope: Scope) -> Kind:
     """Return the kind of a request, which decides its turn. A signature is not verified here: that takes the body."""
     request = Request(scope)
     keys = (settings.api_key, settings.read_key)

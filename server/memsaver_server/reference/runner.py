@@ -112,7 +112,7 @@ class ModelRunner:
                     torch.cuda.current_stream(self._device).synchronize()
                 if not options.enforce_eager:
                     self._capture()
-        if self.ranks > 1 and ms.core_settings().prepare_backup:
+        if self.ranks > 1:
             ms.prepare_backup()  # if there is one rank, the service does this
 
     def compute(self, rows: Sequence[Row]) -> list[int]:

@@ -14,15 +14,13 @@ from starlette.requests import Request
 
 from memsaver_core.contract.errors import BadRequestError
 from memsaver_core.contract.model import Model
-from memsaver_core.contract.requests import OF_EVERY_OPERATION, Acts, DrainMode, Fields
+from memsaver_core.contract.requests import OF_EVERY_OPERATION, SCHEDULING, Acts, DrainMode, Fields
 from memsaver_server.controller import Controller, EngineState, Models
 from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, joined, operated, plain, takes, wrong
 from memsaver_server.http.service import ControllerOf, ServiceOf, response_of
 from memsaver_server.http.unknown_fields import NamesIgnored
 
-#: vLLM's tag for scheduling, which a sleep of level 0 stops.
-SCHEDULING = "scheduling"
 #: The fields that a sleep of level 0 takes, which moves no memory.
 _OF_A_PAUSE = {"level", "mode", "tags", "timeout_s", "selector", "model", "options"} | OF_EVERY_OPERATION - {
     "run_async"

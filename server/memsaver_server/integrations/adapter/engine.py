@@ -837,5 +837,4 @@ def _answer(scheduler: Scheduler, loop: EventLoop, path: str) -> None:
         serve(path, scheduler.rank, rank.answer, CONNECT_S, key())
 
     threading.Thread(target=run, name="memsaver-rank", daemon=True).start()
-    if ms.core_settings().prepare_backup:
-        ms.prepare_backup()
+    ms.prepare_backup()

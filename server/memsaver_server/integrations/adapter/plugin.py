@@ -116,7 +116,6 @@ def _attach(engine: LoopEngine, settings: Settings | None, **options: Any) -> At
 @contextmanager
 def _without_service(engine: LoopEngine) -> Iterator[None]:
     """Have a lifecycle carry out the engine's own calls inside the block."""
-    import memsaver_core as ms
     from memsaver_server import Settings
     from memsaver_server.engine.lifecycle import Lifecycle
 
@@ -127,8 +126,7 @@ def _without_service(engine: LoopEngine) -> Iterator[None]:
 
     lifecycle = Lifecycle(engine, settings, log)
     engine.take_calls(lifecycle, settings)
-    if ms.core_settings().prepare_backup:
-        engine.memory.prepare_backup()
+    engine.memory.prepare_backup()
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from memsaver_core.compat.patching import wrap
 from memsaver_core.compat.vllm.block_limit import CALL as BLOCK_LIMIT
 from memsaver_core.contract import errors
 from memsaver_core.contract.policies import RestorePolicy
-from memsaver_core.contract.requests import DrainMode, MemoryRequest
+from memsaver_core.contract.requests import SCHEDULING, DrainMode, MemoryRequest
 from memsaver_core.ranks.protocol import Answer, ExpectRelease, Plain, SleepNow, TakeOutcome
 from memsaver_core.rendezvous import started
 from memsaver_core.resizing import KV_CACHE
@@ -29,9 +29,6 @@ from memsaver_server.integrations.adapter.calls import NestedRequests, is_done
 from memsaver_server.ranks import RankMemory
 
 logger = logging.getLogger("memsaver")
-
-#: vLLM's tag for a wake-up that only continues generation.
-SCHEDULING = "scheduling"
 
 #: The methods by which an ``LLM`` generates; one may call another.
 CALLS = ("generate", "chat", "beam_search", "encode", "embed", "classify", "score", "reward", "wait_for_completion")

@@ -17,12 +17,12 @@ from memsaver_core.compat.patching import wrap, wrap_in
 from memsaver_core.compat.vllm.allocator import is_wanted, switch
 from memsaver_core.compat.vllm.tier import writes_weights
 from memsaver_core.contract.errors import AdmissionClosedError, ConfigurationError, MemsaverError, UnsupportedError
-from memsaver_core.contract.requests import MemoryRequest, Tagged
+from memsaver_core.contract.requests import SCHEDULING, MemoryRequest, Tagged
 from memsaver_server import Attachment, Settings, attach, create_app
 from memsaver_server.controller import Answer
 from memsaver_server.http.auth import check_address
 from memsaver_server.http.service import response_of
-from memsaver_server.integrations.vllm.engine import SCHEDULING, ApiServerEngine, OfflineEngine
+from memsaver_server.integrations.vllm.engine import ApiServerEngine, OfflineEngine
 
 logger = logging.getLogger("memsaver")
 
