@@ -123,7 +123,7 @@ def test_repeats_are_success(tag: str, device: str, unit: int) -> None:
         second = torch.ones(4 * unit, device=device)
     names = [tag + "-a", tag + "-b"]
     assert not ms.resume(names).resumed_bytes
-    ms.release([names[0]])
+    ms.release(names[0])  # one tag, not its letters
     assert [each.already for each in ms.release(names).tags] == [True, False]
     assert [each.already for each in ms.release(names).tags] == [True, True]
     ms.resume([names[1]])

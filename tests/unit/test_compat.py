@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -357,6 +358,17 @@ def test_setting_the_state_of_a_thread_as_a_whole() -> None:
     for wrong in (b"", b"x" * 512):
         with pytest.raises(ms.ConfigurationError, match="a tag is a name"):
             wrapper.cdll.tms_set_current_tag(wrong)
+
+
+@pytest.mark.parametrize("wrong", [5, ["a"], None])
+def test_a_tag_that_is_no_string_raises_what_torch_memory_saver_raises(wrong: Any) -> None:
+    if wrong is not None:  # all
+        with pytest.raises(AttributeError, match="has no attribute 'encode'"):
+            torch_memory_saver.pause(wrong)
+        with pytest.raises(AttributeError, match="has no attribute 'encode'"):
+            torch_memory_saver.resume(wrong)
+    with pytest.raises(AttributeError, match="has no attribute 'encode'"), torch_memory_saver.region(wrong):
+        pass
 
 
 def test_pools_of_regions_are_let_go_of(tag: str) -> None:

@@ -60,6 +60,7 @@ class TorchMemorySaver:
         if enable_cpu_backup and enable_disk_backup:
             raise MisuseError("enable_cpu_backup and enable_disk_backup exclude each other; choose one")
         impl = self._ensure_initialized()
+        tag.encode()  # if it is no string, raises what torch_memory_saver raises
         restore = _native.restore_for(tag, enable_cpu_backup, enable_disk_backup)
         config = impl.region_config(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
         with ms.region(tag, restore=restore, chunk_bytes=piece_bytes(tag)), config:

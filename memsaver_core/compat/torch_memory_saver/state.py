@@ -174,7 +174,7 @@ class State:
 
     def pause(self, tag: str | None) -> None:
         """Release a tag, or all if it is None or empty. An unknown tag is ignored."""
-        names = [tag] if tag else []
+        names = _names(tag)
         with suppress(UnknownTagError):
             ms.release(names)
             self.retained_tags.difference_update(names or self.retained_tags)
@@ -182,7 +182,7 @@ class State:
     def resume(self, tag: str | None) -> None:
         """Resume a tag, or all, and drop the backups unless they are retained. Their memory is unpinned once the host
         needs it; at once if ``mmap`` was asked for. An unknown tag is ignored."""
-        names = [tag] if tag else []
+        names = _names(tag)
         try:
             ms.resume(names)
         except UnknownTagError:
@@ -218,6 +218,11 @@ class State:
 
         self._callbacks.extend([from_c(self.pause), from_c(self.resume)])
         ctypes.CDLL(path).memsaver_preload_set_operations(*self._callbacks)
+
+
+def _names(tag: str | None) -> list[str]:
+    """Return the tags to move, none for all. Raises AttributeError, as torch_memory_saver, if this is no string."""
+    return [tag] if tag and tag.encode() else []
 
 
 def set_disk_folder(folder: str) -> None:
