@@ -39,6 +39,8 @@ _TEXTS = (
     (re.compile(r"^[\w.:-]{1,64}-[0-9a-f]{8}$"), "KEY"),
     (re.compile(r"\br1 #\d+"), "r1 #N"),
     (re.compile(r"\b0x[0-9a-f]+"), "ADDRESS"),
+    # As its status: it may have ended by the answer to who started it.
+    (re.compile(r"^((?:release|resume) \S+) has ended: succeeded$"), r"\1 continues in the background"),
 )
 _FIGURE = re.compile(r"\d")
 _ID = re.compile(r"\b(?:[0-9a-f]{12}|[0-9a-f]{32})\b")
