@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -267,8 +268,8 @@ def communicators() -> list[dict[str, Any]]:
     return [{**one, "rank": 0}, {**one, "rank": 1}, {**one, "name": LONG_TAG, "rank": 0, "obstacle": obstacle}]
 
 
-def everything() -> str:
-    """A feed that shows every state at once."""
+def everything(**idle: Any) -> str:
+    """A feed that shows every state at once; with ``idle``, fields of the occupation, no operation runs."""
     tags = []
     for name in ("weights", "kv_cache", "cuda_graph", "workspace", LONG_TAG):
         sizes = {"bytes": 5 << 30, "resident_bytes": 5 << 30, "released_bytes": 0, "retained_bytes": 0}
@@ -309,10 +310,11 @@ def everything() -> str:
         ("past", {"readings": []}),
         ("operation", operation(1, "succeeded", answer=answer, finished_at=4.5)),
         ("operation", operation(2, "cancelled", answer={"message": "cancelled by another caller"})),
-        ("operation", operation(3, "running", phase="drain")),
-        ("occupation", occupation),
-        ("operation", operation(4, "queued", started_at=None, phase_starts=[])),
+        ("occupation", occupation | idle),
     ]
+    if not idle:
+        events.append(("operation", operation(3, "running", phase="drain")))
+        events.append(("operation", operation(4, "queued", started_at=None, phase_starts=[])))
     return "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in events)
 
 
@@ -335,6 +337,28 @@ def test_everything_has_its_place(page: playwright.Page, server: Server) -> None
     assert page.evaluate(FAULTS) == []
     page.get_by_role("button", name="id-1").click()  # its message has the long tag
     assert page.evaluate(FAULTS) == []
+
+
+def test_a_fleet_of_which_a_part_is_released(page: playwright.Page, server: Server) -> None:
+    """What is released in part can go either way, and the card of a release names its engines and tags."""
+    about = {"alive": True, "url": "", "model": "m", "host": "h", "requests": 0, "error": "", "wanted": ""}
+    engines = [
+        {"name": "a", "state": "resident", "resident_bytes": 2 << 30, "released_bytes": 0, **about},
+        {"name": "b", "state": "mixed", "resident_bytes": 1 << 30, "released_bytes": 1 << 30, **about},
+    ]
+    feed = everything(engines=engines, state="mixed")
+    page.route("**/dashboard/feed", lambda route: route.fulfill(body=feed, content_type="text/event-stream"))
+    page.goto(server.url)
+
+    def offered(name: str) -> int:
+        either = re.compile(f"^(Release|Resume) {name}$")
+        return page.get_by_role("button", name=either).count()
+
+    playwright.expect(page.locator("#engines tr")).to_have_count(2)
+    assert [offered(name) for name in ("a", "b", "weights", "kv_cache")] == [1, 2, 1, 2]
+    page.get_by_role("button", name="Release kv_cache").click()
+    dialog = page.get_by_role("dialog", name="Release kv_cache?")
+    playwright.expect(dialog).to_contain_text("It releases kv_cache on a, b.")
 
 
 def test_operations_are_cancelled(page: playwright.Page, server: Server) -> None:
