@@ -33,8 +33,7 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def tensors_in(owner: object) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in attributes of a tensor or optimizer, each with the attribute: those in containers, too, and
-    those of optimizers inside."""
+    """Yield (attribute, tensor) for tensors in attributes of ``owner``, also in containers and inner optimizers."""
     waiting: list[tuple[str, Any]] = list(vars(owner).items())
     seen = {id(owner)}
     while waiting:

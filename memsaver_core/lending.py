@@ -28,7 +28,7 @@ def is_lent(tag: str) -> bool:
 @contextmanager
 def written_asleep(tag: str) -> Iterator[None]:
     """Run the block, which writes tensors of ``tag`` while their memory is released: a resume brings back what it
-    wrote. If it raises, or this does, a resume brings back what it would have before. Raises as ``Lending``."""
+    wrote. After an error a resume brings back what it would have before. Raises as ``Lending``."""
     lending = Lending(tag)
     try:
         yield
@@ -45,7 +45,7 @@ class Lending:
     do. Between ``keep`` and ``end`` their content is undefined. Nothing is resumed or released meanwhile."""
 
     def __init__(self, tag: str, processes: int = 1) -> None:
-        """``processes`` of this host do the same now.
+        """``processes``: how many processes of this host lend at the same time, each as much.
 
         Raises:
             NotResidentError: the content is not in host memory: a part is resident, discarded, or in a file.
@@ -89,7 +89,7 @@ class Lending:
 
     def end(self, commit: bool) -> None:
         """Put all tensors back on the memory of the device; with ``commit``, have a resume bring in what ``keep`` has
-        kept. Raises ConfigurationError if the memory was resumed meanwhile: its content is that before."""
+        kept. Raises ConfigurationError if the memory was resumed meanwhile: its content is as before."""
         try:
             if commit and self._kept is not None:
                 self._kept.commit()
@@ -133,7 +133,7 @@ class Lending:
         return tensors, allocations
 
     def _view(self, tensor: Tensor) -> dict[str, Any] | None:
-        """Return what the core has of a tensor of the tag; None if it is not of the tag."""
+        """Return the core's view of a tensor's allocation and backup; None if the tensor is not of the tag."""
         with suppress(RuntimeError, NotImplementedError):  # it has no storage
             storage = tensor.untyped_storage()
             if storage.nbytes() and self._saver.owns(storage.data_ptr()):

@@ -1,4 +1,4 @@
-"""16-bit parameters that an optimizer makes again from its fp32 masters, so that nobody needs to keep them."""
+"""16-bit parameters that an optimizer makes again from its fp32 masters, so that a release need not keep them."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from memsaver_core.contract.errors import BackupError, UnsupportedError
 #: Makes parameters again.
 Remake = Callable[[], object]
 
-#: The method of an optimizer that does: DeepSpeed's and Megatron-core's.
+#: The method by which an optimizer makes them: DeepSpeed's and Megatron-core's.
 _METHODS = ("update_lp_params", "_copy_main_params_to_model_params")
 #: Any key will do: digests are compared within a process.
 _DIGEST_KEY = (1, 2, 3, 4)
 
 
 def made_from_masters(optimizers: Iterable[Any]) -> set[int]:
-    """Return the ids of the tensors of optimizers with masters, with the parameters made from these."""
+    """Return the ids of the tensors that optimizers with masters have, and of the parameters made from the masters."""
     known: set[int] = set()
     for optimizer in _with_masters(optimizers):
         known.update(id(tensor) for _, tensor in tensors_in(optimizer))
-        # Of Megatron-core's distributed optimizer each rank has the masters of a part, in one buffer with the others.
+        # A rank of Megatron-core's distributed optimizer has the masters of a part; its buffers list all parameters.
         known.update(id(each) for buffer in getattr(optimizer, "buffers", ()) for each in buffer.params)
     return known
 
 
 def remake_of(models: Iterable[Any], optimizers: Iterable[Any]) -> Remake:
-    """Return what makes parameters again, on all ranks."""
-    # Megatron-core's, whose ranks make a part each: what a forward pass would gather is gathered now.
+    """Return a function that makes parameters again; all ranks must call it, and this, together."""
+    # Megatron-core's: each rank makes a part of the parameters, and all parts are gathered as for a forward pass.
     parallel = [
         each for each in models if getattr(getattr(each, "ddp_config", None), "use_distributed_optimizer", False)
     ]
@@ -60,7 +60,7 @@ class Copies:
     """Parameters that are made again instead of kept."""
 
     def __init__(self, storages: list[torch.UntypedStorage], remake: Remake) -> None:
-        """Raises UnsupportedError if there are none, or they did not come out the same."""
+        """Raises UnsupportedError if ``storages`` is empty, or the parameters made again differ from what they were."""
         if not storages:
             raise UnsupportedError(
                 "no parameters can be made again: no optimizer of Megatron-core or DeepSpeed has masters of 16-bit "

@@ -68,7 +68,7 @@ def _bytes_of(tag: str, what: str = "bytes") -> int:
 
 
 def _ranges(saver: _native.Saver, tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return (address, bytes) of contiguous tensors. One at the end of its storage reaches to the end of the memory."""
+    """Return (address, bytes) of contiguous tensors. One that ends its storage includes the rest of the memory."""
     ends = process.backend().ends(saver, [tensor.untyped_storage() for tensor in tensors])
     ranges = []
     for tensor in tensors:
@@ -88,8 +88,9 @@ def piece_bytes(tag: str) -> int:
 
 
 def behind(view: torch.Tensor, pages: int, total: int) -> Iterator[torch.Tensor]:
-    """Yield, as bytes, what is behind page ``pages`` of the ``total`` ones of a layer's KV cache. Its dimensions may be
-    in any order in memory: keys and values apart, or pages of all layers together. Raises UnsupportedError."""
+    """Yield, as bytes, what follows the first ``pages`` of ``total`` pages of a layer's KV cache. Its dimensions may be
+    in any order in memory: keys and values apart, or pages of all layers together. Raises UnsupportedError if more than
+    one of them can count the pages, or none."""
     dimensions = [dimension for dimension, size in enumerate(view.shape) if size % total == 0]
     if view.dim() < 2 or len(dimensions) != 1:
         raise UnsupportedError(f"which dimension of a KV cache of shape {tuple(view.shape)} counts its {total} pages?")

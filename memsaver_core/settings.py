@@ -118,7 +118,7 @@ class CoreSettings(EnvironmentSettings):
     @field_validator("file_dir")
     @classmethod
     def _check_folder(cls, folder: str) -> str:
-        """A default folder is not checked: no tag may be kept in files."""
+        """A default folder is not checked: perhaps no tag is kept in files."""
         if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
             raise PydanticCustomError("folder", "must be a folder in which files can be made")
         return folder

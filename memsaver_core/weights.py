@@ -25,7 +25,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 #: How long to wait for another process that loads the same weights, seconds. One that ends is not waited for.
 WAIT_S = 600.0
-#: Memory that is brought in before the storages that it replaces are freed, at least.
+#: At least so many bytes are brought in before the storages that they replace are freed.
 LEAST_BATCH_BYTES = 1 << 30
 
 
@@ -38,7 +38,7 @@ def load_weights(
     The tensors are on one device, in a region of ``tag`` if ``load`` is to give them to the store. Those that come from
     it stay the same objects, with the memory of the process that gave them: their addresses change, so do this before a
     graph captures them. All content is compared with its digests. If another process is loading the same weights now,
-    this waits for it, and loads itself if that one ends. Errors of the store are no errors of this function.
+    this waits for it, and calls ``load`` if that one ends. Errors of the store are no errors of this function.
     """
     store = process.saver().shared_store if process.enabled() else None
     if store is None:
@@ -119,7 +119,7 @@ class _Loading:
         backend, device = process.backend(), first.device.index or 0
         sharers = sharing(self._storages)
         policy = policy_for(self._tag, None).value
-        # What the tensors leave is given back as they move. Packed content is best brought in with all that is not.
+        # Old memory is given back after each batch. In a large one, content that is not packed lends memory to unpack.
         room = max(LEAST_BATCH_BYTES, self._saver.memory_info(device)[0] // 2)
         with backend.outside_regions():
             backend.forget_pools(self._tag)
@@ -208,7 +208,7 @@ def sharing(storages: Sequence[torch.UntypedStorage]) -> list[list[torch.Tensor]
 
 
 def _batches(allocations: Sequence[Allocation], nbytes: int) -> Iterator[dict[int, Allocation]]:
-    """Yield the allocations by their numbers, so many at once as have about ``nbytes``."""
+    """Yield the allocations, by their numbers, in batches of about ``nbytes``."""
     batch: dict[int, Allocation] = {}
     for number, allocation in enumerate(allocations):
         batch[number] = allocation

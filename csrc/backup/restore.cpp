@@ -143,9 +143,10 @@ class RestoreTask {
     return packed;
   }
 
+  // Acquires as many of `chunks`, which have no packed content, as the buffers for unpacking need.
   void lend(const std::vector<std::size_t>& chunks) {
     Packing& packing = pipeline_.packing;
-    // The first content that this process unpacks may be what another one has packed.
+    // A process that has packed nothing may restore what another one has packed.
     if (!driver_.has_packing(device_)) driver_.prepare_packing(device_);
     if (!packing.ready()) return;
     for (const std::size_t i : chunks) {
@@ -162,9 +163,8 @@ class RestoreTask {
     acquire_(index);
   }
 
-  // Restores one more chunk without content, which lends nothing, while packed content is copied: few such copies can
-  // be queued, so they hide little of the driver's calls. Chunks are spread over all packed blocks, so that the calls
-  // for one take less time than the copies that are queued.
+  // While packed content is copied, restores one more chunk that has no content and is not lent. Few copies of packed
+  // content can be queued, so they hide short driver calls only: these chunks are spread over all packed blocks.
   void restore_ahead() {
     if (next_block_ % ahead_every_ != 0) return;
     while (!ahead_.empty() && acquired_.count(ahead_.front()) != 0) ahead_.pop_front();
@@ -231,7 +231,7 @@ class RestoreTask {
   }
 
   void restore_from_file(const ContentBlock& content) {
-    if (reads_.empty()) wait_for_uploads(0);  // all bounce memory is on its way to the device
+    if (reads_.empty()) wait_for_uploads(0);  // uploads have all bounce memory that is in use
     read_ahead();
     {
       const Stopwatch watch(seconds_.copy);

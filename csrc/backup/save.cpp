@@ -62,7 +62,7 @@ class FileWrites {
   // Adds the seconds spent waiting to `seconds`.
   FileWrites(Pipeline& pipeline, PipelineSeconds& seconds) : pipeline_(pipeline), seconds_(seconds) {}
 
-  // Starts to copy extents of the device memory at `base` to `range`, which is as large, rounded up to pages. The
+  // Starts to copy `extents` of the device memory at `base` to `range` of the file: as large, rounded up to pages. The
   // device is read until the copies that are queued now are done, the file written until the result is ready. Throws
   // out_of_host_memory, driver errors or what an earlier write threw: what is under way is among transfers().
   [[nodiscard]] std::shared_future<void> start(const Extent& range, Address base, const std::vector<Extent>& extents) {
@@ -92,7 +92,7 @@ class FileWrites {
     }
   }
 
-  // Waits for the oldest transfers until `count` are left, besides failed ones: copies into their memory may still run.
+  // Waits for the oldest transfers until `count` are left. Failed ones stay, uncounted: copies to them may still run.
   void limit(std::size_t count) {
     auto oldest = transfers_.begin();
     for (std::size_t failed = 0; transfers_.size() > failed + count;) {
@@ -113,7 +113,7 @@ class FileWrites {
 
 // Owns what one save has claimed in the shared store and not published. If several processes save equal content at
 // once, each writes a part: it claims no more than it is copying, takes what others have written, and waits for what
-// they are writing. Functions throw driver errors; no block is left without an owner of its memory.
+// they are writing. Functions throw out_of_host_memory or driver errors: claims stay until abandon().
 class SharedSave {
  public:
   SharedSave(Pipeline& pipeline, SharedStore& store) : pipeline_(pipeline), store_(store) {}
@@ -217,8 +217,8 @@ class RawFirst {
   }
 
  private:
-  // The first chunk of a tag, and the first window of a save.
-  inline static const std::size_t kLeast = 64 * kSizeUnit;  // two buffers of Packing or more
+  // As large as the first chunk of a tag and the first window of a save; at least two buffers of Packing.
+  inline static const std::size_t kLeast = 64 * kSizeUnit;
 
   struct Tag {
     std::size_t bytes = 0;       // of all its blocks
@@ -298,7 +298,7 @@ class SaveTask {
     if (!batch.copied.empty()) batch.event = pipeline_.record(pipeline_.copies);
   }
 
-  // Returns true if a block's backup has its content, or it is all zeros. Else it is not kept until finish_oldest().
+  // Returns true if a block's backup has its content, or that is all zeros. Else it has none until finish_oldest().
   bool is_kept(ContentBlock& content, const std::optional<Digest>& digest) {
     Block& block = *content.block;
     const std::size_t bytes = sum_of(content.live);
@@ -344,8 +344,8 @@ class SaveTask {
     }
   }
 
-  // Takes memory for packing once as much was dropped: at first less if there is too little. May finish all batches but
-  // the newest for that. Only while nothing is being packed.
+  // Takes device memory for packing: no more than was dropped, unless this save drops nothing. Returns whether there is
+  // any. May finish all batches but the newest, to drop more. Only while nothing is being packed.
   bool make_room() {
     while (packing_.buffers() == 0 && dropped_bytes_ < Packing::kBytes && batches_.size() > 1) finish_oldest();
     if (packing_.buffers() == 0) drop_saved(Packing::kBytes);
@@ -500,8 +500,8 @@ class SaveTask {
     batches_.pop_front();
   }
 
-  // Drops saved chunks, at least `bytes` if there are as many. A few at a time: the driver takes as long to unmap a
-  // window as the link takes for the copies that are queued, and would leave it idle.
+  // Drops saved chunks, at least `bytes` if there are as many. Callers drop a few at a time: to unmap a whole window
+  // takes as long as the copies that are queued, and would leave the link idle.
   void drop_saved(std::size_t bytes) {
     const Stopwatch watch(seconds_.driver);
     for (std::size_t dropped = 0; dropped < bytes && !saved_.empty(); saved_.pop_front()) {

@@ -25,13 +25,13 @@ inline const std::size_t kGrain = std::max<std::size_t>(kSizeUnit / 16, 4096);
 inline constexpr std::size_t kSlabGrains = 2048;  // at most
 inline constexpr std::size_t kSlabs = 8192;       // 1 TiB
 inline constexpr std::size_t kEntries = 1 << 15;  // 1 TiB of whole blocks
-inline constexpr std::size_t kTexts = 256;  // entries from which those of texts begin, so that they are found soon
+inline constexpr std::size_t kTexts = 256;        // texts lie among the first ones or just behind: to list them is fast
 inline constexpr std::size_t kMembers = 64;
-inline constexpr std::size_t kPieces = 8;  // of one block: memory is used up although blocks differ in size
+inline constexpr std::size_t kPieces = 8;  // of one block at most: a block also fits where free memory is scattered
 
 // The beginning of a store's memory file: which content it holds, where, and for which processes. Behind it lie the
-// slabs; a hole in the file takes no memory. A change becomes valid by one store of an atomic, so a process may be
-// killed between any two; what can be computed from the rest is computed anew then.
+// slabs; a hole in the file takes no memory. Each change becomes valid by one store of an atomic, so a process may be
+// killed at any instant; the fields marked "computed" then follow from the others, and are computed anew.
 struct SharedLayout {
   struct Member {
     enum Kind : std::uint32_t { none, engine, keeper };
@@ -63,14 +63,14 @@ struct SharedLayout {
     std::uint64_t content_bytes;
     std::uint64_t bytes;                // as stored
     std::uint64_t packed_bytes;         // of what is stored, if it is packed
-    std::int64_t at;                    // ms: its writer was found dead then, or it was last used (of a text)
+    std::int64_t at;                    // ms: when its writer was found dead; of a text, when it was last used
     std::atomic<std::uint32_t> pieces;  // how many of `piece` hold it, in order
     std::atomic<std::uint32_t> mark;
     Piece piece[kPieces];
   };
 
   char magic[16];
-  std::uint64_t sizes[5];  // of builds that understand each other
+  std::uint64_t sizes[5];  // the same in builds that can share a store
   DigestKey key;
   std::uint64_t limit_bytes;
   pthread_mutex_t mutex;               // guards all below
@@ -108,7 +108,7 @@ class SharedIndex {
     for (auto& member : layout.members) robust::initialize(member.alive);
     std::memcpy(layout.magic, kMagic, sizeof kMagic);
   }
-  // Returns whether found() with equal sizes has completed it.
+  // Returns whether found(), in a build with equal sizes, has completed it.
   [[nodiscard]] static bool is_valid(const SharedLayout& layout) {
     return std::equal(std::begin(kSizes), std::end(kSizes), layout.sizes) &&
            std::memcmp(layout.magic, kMagic, sizeof kMagic) == 0;
@@ -119,7 +119,7 @@ class SharedIndex {
 
   RobustMutex mutex;
 
-  // Makes this process a member, whose liveness mutex this thread holds from now on; false if kMembers are in it.
+  // Makes this process a member, whose liveness mutex this thread holds from now on; false if there are kMembers.
   [[nodiscard]] bool join(SharedLayout::Member::Kind kind) REQUIRES(mutex) {
     drop_dead_members();
     for (std::uint32_t i = 0; i < kMembers; ++i) {
@@ -170,7 +170,7 @@ class SharedIndex {
     std::size_t bytes = 0;         // kept: as stored
     std::size_t packed_bytes = 0;  // kept: 0 unless packed
   };
-  // Looks for content; claims it even if another member is writing it if `alone`.
+  // Looks for content, and claims it if no member has it; with `alone` also if another member is writing it.
   [[nodiscard]] Answer find_or_claim(const Digest& digest, std::size_t content_bytes, bool alone) REQUIRES(mutex) {
     Entry* room = nullptr;
     bool being_written = false;
@@ -297,7 +297,7 @@ class SharedIndex {
     set(layout_.entries[index].mark, mark, "mark: marked");
     wake();
   }
-  // Has nobody find any more what this member holds: its content is damaged.
+  // Hides an entry that this member holds from all searches: its content is damaged.
   void spoil(std::uint32_t index) { set(layout_.entries[index].mark, Entry::dropped, "spoil: marked"); }
   void set_used(std::uint32_t index) REQUIRES(mutex) { layout_.entries[index].at = now_ms(); }
   // Returns the entry of content that is kept.
@@ -319,7 +319,7 @@ class SharedIndex {
   [[nodiscard]] bool is_used(std::uint32_t index) const REQUIRES(mutex) {
     return (layout_.entries[index].holders & ~keepers()) != 0;
   }
-  // Asks keepers to drop something; false if there are none.
+  // Asks keepers to drop `bytes`; false if there are no keepers.
   [[nodiscard]] bool ask_keepers(std::size_t bytes) REQUIRES(mutex) {
     layout_.wanted = bytes;
     if (keepers() != 0) wake();
@@ -327,8 +327,8 @@ class SharedIndex {
   }
   [[nodiscard]] std::size_t take_wanted() REQUIRES(mutex) { return layout_.wanted.exchange(0); }
 
-  // Returns a new slab for this member to make, as large as the limit allows; nothing if that is less than `at_least`.
-  // Other members use it after end_slab().
+  // Returns a new slab for this member to make: of `at_most` bytes, or what one slab or the limit allows; nothing if
+  // that is less than `at_least`. Members use it after end_slab().
   [[nodiscard]] std::optional<std::uint32_t> begin_slab(std::size_t at_least, std::size_t at_most) REQUIRES(mutex) {
     const std::size_t now = layout_.slab_bytes;
     const std::size_t allowed = layout_.limit_bytes > now ? (layout_.limit_bytes - now) / kGrain * kGrain : 0;
@@ -449,7 +449,7 @@ class SharedIndex {
     value = to;
     step(point);
   }
-  // Computes anew what follows from the rest: an owner of the mutex died.
+  // Computes anew the fields marked "computed", after an owner of the mutex has died.
   void repair() REQUIRES(mutex) {
     const std::uint32_t end = layout_.slabs_end = std::min<std::uint32_t>(layout_.slabs_end, kSlabs);
     layout_.used_bytes = 0;
@@ -467,7 +467,7 @@ class SharedIndex {
       mark(entry, entry.pieces, true);
       if (entry.state == Entry::lost) {
         ++layout_.lost;
-      } else if (entry.holders == 0) {  // killed between the two
+      } else if (entry.holders == 0) {  // its last holder died before it set the state
         entry.state == Entry::writing ? lose_entry(entry) : free_entry(entry);
       }
     }

@@ -153,7 +153,7 @@ class SharedStore {
     add_pending([=]() REQUIRES(index_->mutex) { index_->publish(entry, packed_bytes); });
     apply_pending();
   }
-  // Has no process find a held entry any more: its content is damaged. Others that hold it keep it.
+  // Hides a held entry from all searches: its content is damaged. Processes that hold it keep it.
   void spoil(std::uint32_t entry) { index_->spoil(entry); }
   // Publishes a text that was claimed by its name: find_or_claim() without content bytes. Throws as take(), or
   // out_of_host_memory if the index is not free.
@@ -163,9 +163,9 @@ class SharedStore {
     copy_to_ranges(text.data(), {{0, text.size()}}, memory);
     publish(entry);
   }
-  // A text, and the entries of the content that it names: a word, another one and the number of blocks, then the lanes
-  // of each digest and the bytes of each block's content (0: zeros, of which nothing is kept), in hexadecimal digits;
-  // the rest is its writer's.
+  // A text, and the entries of the content that it names. It begins with two words and the number of blocks; then, for
+  // each block, the lanes of its digest and the bytes of its content (0: all zeros, which are not kept). Numbers are
+  // hexadecimal. The rest is for its writer alone.
   struct Text : SharedIndex::Text {
     std::string text;
     std::vector<std::uint32_t> blocks;
@@ -226,8 +226,8 @@ class SharedStore {
     for (const auto& change : changes) change();
     index_->mutex.unlock();
   }
-  // Waits until another process publishes or gives up something after changes() was `seen`; if none does, gives up what
-  // dead processes were writing.
+  // Waits up to `at_most` for another process to publish or give up something after changes() was `seen`; if none does,
+  // drops what dead processes had.
   void wait_for_change(std::uint32_t seen, std::chrono::milliseconds at_most = kPoll) {
     index_->wait_for_change(seen, at_most);
     if (changes() != seen || !lock_index()) return;
@@ -236,7 +236,7 @@ class SharedStore {
   }
   [[nodiscard]] std::uint32_t changes() const { return index_->changes(); }
 
-  // Registers entries' memory with the driver, for fast copies. Throws as Driver::register_host(): some may be left.
+  // Registers memory of entries with the driver, for fast copies. Throws as Driver::register_host(): some may not be.
   void pin(const std::vector<HostRange>& ranges) EXCLUDES(mutex_, pin_mutex_) {
     pin_if([&](std::uint32_t, const HostMapping& slab) {
       return std::any_of(ranges.begin(), ranges.end(),
@@ -248,7 +248,7 @@ class SharedStore {
     target_ = bytes + status().held_bytes;
     background_.request();
   }
-  // Pins what this process uses in the background, and gives back what exceeds that by more than a little.
+  // In the background: pins what this process uses; trims if the store exceeds what all processes use by over 1/32.
   void tidy() {
     target_ = 0;
     tidy_wanted_ = true;
@@ -373,8 +373,8 @@ class SharedStore {
     }
     return texts;
   }
-  // Returns the entries that a keeper is to hold. If members lack room, it drops the texts that nobody uses, for all
-  // keepers.
+  // Returns the entries that this keeper is to hold. If members lack room, first marks texts that nobody uses as
+  // dropped, which is seen by all keepers.
   [[nodiscard]] std::set<std::uint32_t> wanted_of_texts(std::size_t limit) REQUIRES(index_->mutex) {
     std::vector<Text> texts = read_texts();
     for (auto& text : texts) {
@@ -460,7 +460,7 @@ class SharedStore {
     if (founding) SharedIndex::found(*layout_, random_digest_key(), limit_bytes);
     if (!SharedIndex::is_valid(*layout_)) throw no_store("a process of another version of memsaver uses it");
   }
-  // The rest of the life of the thread that joined.
+  // What the thread that joined does until the destructor ends it.
   void run_member() {
     while (!ending_) {
       sockets_.serve(file_, kUpkeep);
@@ -468,7 +468,7 @@ class SharedStore {
       apply_pending();
       free_unused([this] { sockets_.serve(file_, std::chrono::milliseconds(0)); });
     }
-    // If a stopped process has the index, the others do this, as after a death.
+    // If a stopped process has the index, other members do this later, as for a dead member.
     if (!lock_index()) return;
     index_->drop_all();
     index_->mutex.unlock();
@@ -549,7 +549,7 @@ class SharedStore {
       slab->pin(driver_);
     }
   }
-  // Removes the slabs that are mapped from slabs_, and returns them; map() then maps them anew.
+  // Removes those of `slabs` that are mapped from slabs_, and returns them. A later map() maps them anew.
   [[nodiscard]] Slabs take_out(const std::vector<std::uint32_t>& slabs) REQUIRES(pin_mutex_) EXCLUDES(mutex_) {
     Slabs taken;
     const Lock lock(mutex_);
@@ -616,7 +616,7 @@ class SharedStore {
   void work() {
     if (ending_) return;
     prepare_now();
-    // Content that changes on several processes, one after the other, uses some memory twice.
+    // While processes replace content one after the other, the store has the old and the new.
     const std::size_t used = index_->used_bytes();
     if (tidy_wanted_.exchange(false) && index_->slab_bytes() > used + used / 32) trim();
   }
@@ -664,7 +664,7 @@ class SharedStore {
   mutable Mutex mutex_;  // taken after that of the index, and never held across a wait
   std::map<std::uint32_t, std::size_t> uses_ GUARDED_BY(mutex_);   // of entries, by blocks of this process
   std::vector<std::function<void()>> pending_ GUARDED_BY(mutex_);  // in order
-  std::set<std::uint32_t> held_ GUARDED_BY(index_->mutex);         // entries that a keeper holds
+  std::set<std::uint32_t> held_ GUARDED_BY(index_->mutex);         // entries that keep() holds
   std::map<std::uint32_t, HostMapping> slabs_ GUARDED_BY(mutex_);
   Slabs still_pinned_ GUARDED_BY(mutex_);  // that unmap() failed to unregister
 

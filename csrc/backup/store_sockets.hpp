@@ -77,7 +77,7 @@ class StoreSockets {
       } else if (errno == EINVAL) {
         return;  // stopped
       } else if (errno != EINTR && errno != ECONNABORTED) {
-        std::this_thread::sleep_for(kPause);  // without descriptors: the client waits
+        std::this_thread::sleep_for(kPause);  // no descriptor is free: the client waits
         if (Clock::now() >= until) return;
       }
     }

@@ -139,7 +139,7 @@ struct Api {
 #undef MEMSAVER_DECLARE
 };
 
-// Throws Error if libcuda cannot be used.
+// Throws configuration if libcuda, a device or a required function is missing: `api` must not be used.
 inline void load(Api& api) {
   const auto missing = [](const std::string& why) { return Error(ErrorKind::configuration, why); };
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);

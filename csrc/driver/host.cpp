@@ -22,7 +22,7 @@ Error system_failure(const char* call, int code, std::size_t bytes) {
 
 void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 
-// Maps without access; by default to no memory.
+// Maps addresses without access; by default with no memory behind them.
 Address map_pages(Address at, std::size_t bytes, int flags, int file = -1, off_t offset = 0) {
   void* const memory = mmap(pointer(at), bytes, PROT_NONE, flags, file, offset);
   if (memory == MAP_FAILED) throw system_failure("mmap", errno, bytes);
@@ -31,7 +31,7 @@ Address map_pages(Address at, std::size_t bytes, int flags, int file = -1, off_t
 constexpr int kNoMemory = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
 // Owns the physical memory of a device: ranges of one memfd, so that any number of handles takes one descriptor. A
-// handle is an offset, never reused, plus one. Shared memory is a separate memfd, its handle the marked descriptor.
+// handle is an offset, never reused, plus one. Exportable memory is a separate memfd: its handle is kFile | descriptor.
 class HostDevice {
  public:
   HostDevice(const std::string& name, std::size_t capacity)

@@ -175,7 +175,7 @@ void HostAccount::map() {
 // Takes a free slot. When it throws, the account may only be destroyed.
 void HostAccount::join(std::size_t capacity_bytes) {
   const Guard guard(*this);
-  // With its pages: to write to one for which there is no space would end the process by SIGBUS.
+  // Allocates the pages, too: to write to one for which there is no space would end the process by SIGBUS.
   do {
     errno = posix_fallocate(file_, 0, sizeof(Ledger));
   } while (errno == EINTR);
@@ -206,7 +206,7 @@ void HostAccount::join(std::size_t capacity_bytes) {
   slot_ = free_slot;
 }
 
-// What the process holds no longer counts; the file is deleted if no other process uses it. Idempotent.
+// No longer counts what the process holds, and deletes the file if no other process uses it. Idempotent.
 void HostAccount::leave() noexcept {
   if (path_.empty() || !own_ || slot_ < 0) return;
   try {

@@ -10,7 +10,7 @@
 
 namespace memsaver {
 
-// Owns one process's slot in the account of how much of a host device all processes that name it use. Any thread may
+// Owns one process's slot in the account of a host device: how much each process that names it uses. Any thread may
 // call any function. Each throws configuration if the file cannot be locked, and has no effect then.
 //
 // A named account is a small file in shared memory with one slot per process. What a process holds is free as soon as

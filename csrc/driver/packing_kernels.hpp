@@ -5,9 +5,9 @@ namespace memsaver::cuda {
 // CUDA C++ of support/packing.hpp on the device: kernels memsaver_sample, memsaver_pack, memsaver_pack_finish and
 // memsaver_unpack, with kPackingThreads in each block.
 //
-// One warp for each group of 1,024 elements: four times each lane loads 16 bytes (32, of elements of 4 bytes) in one
-// coalesced access, and ballots turn the codes into words of the planes. Lane n keeps word n of each plane. Escapes get
-// their place by one atomic addition for each group, so their order differs from run to run.
+// One warp packs a group of 1,024 elements. In each of four steps a lane loads 8 neighbouring elements, 16 bytes in an
+// access, and ballots turn their codes into words of the planes; lane n keeps word n of each plane. Escapes get their
+// place by one atomic addition for each group, so the order of the groups' escapes differs from run to run.
 //
 // This uses C++ and a few intrinsics only, so that a test can run it on the CPU.
 inline constexpr const char* kPackingKernels = R"cuda(

@@ -19,7 +19,7 @@ int main(int count, char** arguments) {
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
-  pthread_sigmask(SIG_BLOCK, &signals, nullptr);  // for the store's threads: a signal is to end the wait of this one
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);  // for the store's threads: a signal is to interrupt this one's wait
   for (const int signal : {SIGTERM, SIGINT}) std::signal(signal, end);
   try {
     const std::size_t limit = std::strtoull(arguments[2], nullptr, 10);

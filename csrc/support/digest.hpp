@@ -15,8 +15,8 @@ namespace memsaver {
 // Keys come from the operating system once per process, so content cannot be crafted against them.
 //
 // Two contents collide only if the differing terms cancel modulo 2^64. Over the random keys each term is close to
-// uniform, so one lane collides with probability about 2^-64, and both about 2^-128. 10^6 blocks compared every second
-// for a year: 3.2e13 * 2^-128, about 1e-25.
+// uniform, so one lane collides with probability about 2^-64, and both about 2^-128. For 10^6 blocks that are compared
+// every second for a year, the probability of any collision is 3.2e13 * 2^-128, about 1e-25.
 struct DigestKey {
   std::uint64_t lane[4];
 };

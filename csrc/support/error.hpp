@@ -14,7 +14,7 @@ namespace memsaver {
 // Above a function, as far as its signature does not say it: what it does with its parameters, what it returns, and
 // "Throws <kind>: <what holds then>", by the names below; "driver errors" are out_of_device_memory, driver and
 // context_lost. A function without "Throws" throws nothing but std::bad_alloc. Sizes are in bytes. No file includes a
-// header of the system or of a lower room that another one of its includes brings.
+// header of the system or of a lower folder that another one of its includes brings.
 enum class ErrorKind {
   out_of_device_memory,
   out_of_host_memory,

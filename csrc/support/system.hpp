@@ -43,8 +43,8 @@ inline bool allowed(const char* call, std::size_t& bytes) {
 
 inline bool refused(const char* call, std::size_t bytes = 0) { return !allowed(call, bytes); }
 
-// mmap(2) of readable and writable memory: private, with `flags` added, or, of a part of `file`, shared. Throws
-// out_of_host_memory.
+// mmap(2) of readable and writable memory, with `flags` added: private and without a file, or, if `file` is given, a
+// shared part of it. Throws out_of_host_memory.
 [[nodiscard]] inline void* map(std::size_t bytes, int flags = 0, int file = -1, std::size_t offset = 0) {
   flags |= file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
   if (!refused("mmap", bytes)) {
@@ -54,7 +54,7 @@ inline bool refused(const char* call, std::size_t bytes = 0) { return !allowed(c
   throw Error::from_errno(ErrorKind::out_of_host_memory, "mmap", errno).with_bytes(bytes);
 }
 
-// Allocates the pages of mapped memory. Returns 0 or the errno: ENOMEM, EFAULT (before Linux 5.14 SIGBUS) without any.
+// Allocates the pages of mapped memory. Returns 0, or ENOMEM or EFAULT if memory is short (before Linux 5.14: SIGBUS).
 [[nodiscard]] inline int make_pages(void* memory, std::size_t bytes) {
   constexpr int populate_write = 23;  // MADV_POPULATE_WRITE, which older headers lack
   if (refused("madvise", bytes)) return errno;

@@ -82,7 +82,7 @@ void Rewrite::make_room() {
     wanted[&pool_of(item)] += bytes;
     left_bytes_ += bytes;
   }
-  if (saver_.backups_.shared() != nullptr) return;  // what it lacks shows only as it is looked for
+  if (saver_.backups_.shared() != nullptr) return;  // what it lacks is known only after a search for each block
   for (const auto& [pool, bytes] : wanted) pool->check(bytes);
   for (const auto& [pool, bytes] : wanted) pool->start_growth(bytes);
 }

@@ -39,7 +39,7 @@ class Rewrite {
   void keep(Item& item);
   // Takes what the shared store has of the content, or memory there for `bytes` of it. Returns whether it is written.
   [[nodiscard]] bool share(Block& block, std::size_t bytes, int numa_node);
-  // Returns the block; null if its backup is not that of before, or it has memory.
+  // Returns the block in the map; null if it is freed or resident, or its backup is not `before`.
   [[nodiscard]] Block* still(const Item& item) const REQUIRES(saver_.map_.mutex);
   [[nodiscard]] HostPool& pool_of(const Item& item) { return saver_.backups_.pool_of(item.arena->key().device); }
   void for_each_item(const std::function<void(Item&)>& work);

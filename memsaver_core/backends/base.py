@@ -65,11 +65,11 @@ class Backend:
         """Note that ``tags`` were released or shrunk: torch's free blocks in them must not be handed out again."""
 
     def ends(self, saver: _native.Saver, storages: Iterable[torch.UntypedStorage]) -> dict[int, int]:
-        """Return, by the address of each storage, where the memory ends that is its alone."""
+        """Return, by the address of each storage, the end of the memory that belongs to it alone."""
         return {storage.data_ptr(): storage.data_ptr() + storage.nbytes() for storage in storages}
 
     def storage_in(self, buffer: _native.HostBuffer, device: int, offset: int, nbytes: int) -> torch.UntypedStorage:
-        """Return a part of the memory of ``buffer``, which lives as long."""
+        """Return a storage on a part of ``buffer``, which it keeps alive."""
         raise NotImplementedError
 
     def dead_ranges(self, saver: _native.Saver) -> list[tuple[int, int]]:

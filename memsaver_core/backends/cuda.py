@@ -108,7 +108,7 @@ class CudaRegion(_Routing):
 
 
 class OutsideRegions(_Routing):
-    """Suspends the region of this thread, in favour of a pool of torch's own or none."""
+    """Suspends the region of this thread, in favour of a separate pool of torch's, or of none."""
 
     def __init__(self, stack: Stack, own_pool: bool) -> None:
         super().__init__(stack, None)
@@ -166,8 +166,8 @@ class CudaBackend(Backend):
         lacking = any(each["tag"] == tag and each["resident_bytes"] < each["bytes"] for each in saver.status()["tags"])
         key = (device, tag, restore, chunk_bytes, lacking)
         with self._lock:
-            # torch may hold free blocks in segments that lack memory now, and would hand them out without asking us. So
-            # allocations made while the tag is released or shrunk come from a pool that has none.
+            # torch may hold free blocks in segments that lack memory now, and would hand them out without a call to
+            # memsaver. So allocations made while the tag is released or shrunk come from a pool without such blocks.
             epoch = self._releases[tag] if lacking else 0
             if not lacking:
                 # Its free segments go back to the driver with it; those in use stay until their tensors end.

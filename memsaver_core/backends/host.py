@@ -133,7 +133,7 @@ class HostBackend(Backend):
         return HostRegion(saver, self._stack, device or 0, tag, restore, chunk_bytes)
 
     def ends(self, saver: _native.Saver, storages: Iterable[torch.UntypedStorage]) -> dict[int, int]:
-        unit = saver.device_info(0)["granularity"]  # of an allocation, which has one storage
+        unit = saver.device_info(0)["granularity"]  # an allocation has one storage, and whole units
         return {begin: end + -end % unit for begin, end in super().ends(saver, storages).items()}
 
     def storage_in(self, buffer: _native.HostBuffer, device: int, offset: int, nbytes: int) -> torch.UntypedStorage:

@@ -197,7 +197,7 @@ class OnTags(_Operation, Tagged):
         return self
 
     def resolved(self, drain_timeout_s: float) -> Self:
-        """Return it as every operation does, and with sorted tags."""
+        """Return the request as the base does, and with sorted tags."""
         return super().resolved(drain_timeout_s).model_copy(update={"tags": tuple(sorted(self.tags))})
 
 
@@ -424,7 +424,7 @@ Asked = Release | Resume | ResizeKvCache
 
 @cache
 def acts_of(model: type[Model]) -> dict[str, Acts]:
-    """Return where each field of a request acts; fields of a dialect's own are not in it."""
+    """Return where each field of a request acts; fields that only an engine's dialect has are not in it."""
     return {
         name: each for name, field in model.model_fields.items() for each in field.metadata if isinstance(each, Acts)
     }
