@@ -51,7 +51,7 @@ class Members(Options):
 
 
 class Engines(Selector, Members):
-    """Those of the engines that a command is about, and what is wanted of them."""
+    """The engines that a command selects, and the record of what is wanted of them."""
 
     record: str | None = typer.Option(
         None, help="File that keeps what is wanted, so that the next command can carry on.", metavar="FILE"

@@ -1,4 +1,4 @@
-"""Groups of options that several commands take, and the exit codes. Takes no package but typer: help is quick."""
+"""Groups of options that several commands take, and the exit codes. Imports no package but typer: help is quick."""
 
 from __future__ import annotations
 

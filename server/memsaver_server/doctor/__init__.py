@@ -23,13 +23,13 @@ from memsaver_server.missing_package import missing_package
 from memsaver_server.port_holders import port_holders
 
 _MIN_TORCH = (2, 6)
-#: Without all of these, the client alone is installed.
+#: If none of these is installed, the client alone is.
 _SERVING = ("torch", "fastapi", "uvicorn", "prometheus_client")
 #: The default of memsaver serve.
 _PORT = 30000
 #: Characters of a key below which it is pointed out: 16 of the 64 that keys are commonly made of are 96 bits.
 _SHORT_KEY = 16
-#: What the account of a host device takes.
+#: What the account of a shared host device takes in /dev/shm.
 _ACCOUNT_BYTES = 16 << 10
 _CU_INTEGRATED = 18
 _CU_VMM_SUPPORTED = 102

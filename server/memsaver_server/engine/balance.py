@@ -43,10 +43,10 @@ OLD_S = 10.0
 DRAIN_S = 10.0
 #: A cache of which at least this part is used lacks memory, and wants this many times what it has.
 PRESSED, MORE = 0.9, 1.5
-#: For LACKS_S after a prefix was computed again a cache counts as short of memory, and for KEEPS_S it gives others none
-#: that it has, seconds. For KEEPS_S after a release it wants the memory that it had before.
+#: For LACKS_S after a prefix was computed again a cache counts as short of memory, and for KEEPS_S it gives none of its
+#: memory to others, seconds. For KEEPS_S after a release it wants the memory that it had before.
 LACKS_S, KEEPS_S = 2.0, 30.0
-#: No smaller moves are made than this part of the largest cache, or a page; that much of the device stays free.
+#: The least change of size, as a part of the full cache, but at least a page; as much of the device stays free.
 STEP = 1 / 64
 
 _Size = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -72,7 +72,7 @@ class Balancer:
         self._lifecycle = lifecycle
         self._name = name
         self._asked = 0  # bytes for a resume
-        self._had, self._had_until = 0, -math.inf  # before a release; infinite until the engine is back
+        self._had, self._had_until = 0, -math.inf  # before a release, wanted until then; infinite while released
         self._stopped = threading.Event()
         self._tried_at = 0.0
         self._recomputed, self._recomputed_at = 0, -KEEPS_S
@@ -88,7 +88,7 @@ class Balancer:
         """Release the cache with its content, by ``work``; return the report."""
         try:
             had = self._cache.read(()).bytes
-        except MemsaverError:  # this engine's cannot be resized
+        except MemsaverError:  # this engine's cache cannot be resized
             return work()
         self._had = had if time.monotonic() > self._had_until else max(had, self._had)
         self._had_until = math.inf
@@ -157,7 +157,7 @@ def wanted_bytes(cache: KvCacheAnswer, low: int, high: int, recomputed_s: float)
 def target_bytes(mine: Row, others: Sequence[Row], free: int, low: int) -> int:
     """Return the size that a cache should have, while ``free`` bytes of the device are unused. It gives others what
     they lack: what it does not want or, if that is more, what it has above an equal share, up to their shares. For
-    resumes it gives all that it has above ``low``: an engine that is away needs more than a cache."""
+    resumes, which are more urgent than the size of a cache, it gives all that it has above ``low``."""
     resumes = sum(row.resume for row in others)
     caches = [row for row in others if not row.resume]
     share = (free + mine.bytes + sum(row.bytes for row in caches)) // (1 + len(caches))

@@ -85,7 +85,7 @@ class Lifecycle:
         self.operations = OperationQueue(settings.history, on_finished, self.memory, settings.phase_timeout_s)
         self._admission = Admission(engine, self.memory, settings)
         if isinstance(self.memory, WatchedMemory):
-            self.memory.on_failure(self._admission.reopen)  # which closes it for good
+            self.memory.on_failure(self._admission.reopen)  # after a failure this closes it for good
         self._moving = threading.Lock()  # the memory lock: releases, resumes and weight updates exclude each other
         self._updating = False  # its holder is a weight update
         self._weights_version: str | None = None
@@ -94,7 +94,7 @@ class Lifecycle:
         self._verification = Verification(engine, self._admission, self.memory, settings)
         #: ``ElasticCache.fit``, if the engine can resize its KV cache.
         self.fit_cache: Callable[[Callable[[], OperationReport]], OperationReport] | None = None
-        #: Those of a ``Balancer``, if the KV cache balances itself.
+        #: ``Balancer.release`` and ``Balancer.ask``, if the KV cache balances itself.
         self.release_cache: Callable[[Callable[[], OperationReport]], OperationReport] = lambda work: work()
         self.ask_for_memory: Callable[[int], None] = lambda needed_bytes: None
 
@@ -283,7 +283,7 @@ class Lifecycle:
 
     def _map(self, request: Resume, operation: Operation, log: PhaseLog) -> OperationReport:
         """Resume the memory; if that is to be prepared, on device memory that is reserved before."""
-        self.check(request)  # not before: an update may write the version that it demands
+        self.check(request)  # not earlier: an update may have written the demanded version meanwhile
         if operation.blocks_others:
             with log.phase(Phase.RESERVE):
                 self.memory.reserve(request)
@@ -319,17 +319,17 @@ class Lifecycle:
     def writing(
         self, tag: str = "weights", version: str | None = None, refusals: tuple[type[Exception], ...] = ()
     ) -> Iterator[None]:
-        """Run the block, which writes the content of ``tag`` in place, while no memory is moved. Waits for that.
+        """Run the block, which writes the content of ``tag`` in place. Waits until no memory is moved.
 
-        If the tag is released, and the engine's updates can write host memory, the block finds its tensors there, and
-        the next resume brings in what it has written. If it raises then, the content and its version are those before.
+        If the tag is released, and the engine's updates can write host memory, the block finds the tensors there, and
+        the next resume brings in what was written. If the block then raises, content and version are as before.
 
-        Afterwards what a release had discarded counts as written, unless the block raised or the engine says that
-        weights are still missing; and weights are of this ``version``. While the block writes in place, and if it
-        raises anything but one of the ``refusals``, with which it has written nothing, they are of none. Raises,
-        without running the block, NotResidentError if the tag is released and cannot be written so,
-        OutOfHostMemoryError if that takes more than there is, and MemoryBusyError if an operation stalls or another
-        block has not ended."""
+        Afterwards the weights have this ``version``, and what a release had discarded counts as written, unless the
+        block raised or the engine says that weights are still missing. They have no version while the block writes in
+        place, nor if it raises then, except one of the ``refusals``, which mean that nothing was written.
+
+        Raises, without running the block, NotResidentError if the tag is released and cannot be written in host memory,
+        OutOfHostMemoryError if that is too little, MemoryBusyError if an operation stalls or another block runs."""
         while not self._moving.acquire(timeout=self._phase_timeout_s):
             if self._updating:
                 raise self._update_too_long("nothing was written")
@@ -389,7 +389,7 @@ class Lifecycle:
             self._admission.written(["weights"])
 
     def snapshot(self) -> Snapshot:
-        """Return the state now, all of one moment: while no operation began or ended."""
+        """Return the state now, read while no operation began or ended."""
         running = self.operations.running
         while True:
             now = self._snapshot(running)

@@ -1,7 +1,7 @@
 """What an operation would do and take, without doing any of it.
 
-What a backup would take is the core's expectation: packed, if a sample of the content or its last backup says so. It
-may take less, as a block of zeros needs no host memory. Nothing is reserved: others may take what is free until then.
+The size of a backup is the core's estimate: a packed one, if a sample of the content or the last backup could be
+packed. It may be less, as a block of zeros needs no host memory. Nothing is reserved: others may take what is free.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Verification:
 
     def after_resume(self, request: Resume, log: PhaseLog, *, resumed: bool) -> None:
         """Compare the tokens if something was ``resumed`` and that is wanted; later, if not all is resident yet. Raise
-        VerificationError if they differ or cannot be computed: admission stays closed until a resume's are equal."""
+        VerificationError if they differ or cannot be computed: admission stays closed until they are equal."""
         expected = self._expected
         self._due = self._due or (resumed and expected is not None and self._is_asked(request))
         if not self._due or not self._resident or self._engine is None or expected is None:

@@ -69,7 +69,7 @@ async def call_each(
     async def call_all() -> list[CallRow]:
         return list(await asyncio.gather(*map(call, engines)))
 
-    return await while_connected(call_all(), WHOLE_S)  # who sends a call and leaves has it carried out
+    return await while_connected(call_all(), WHOLE_S)  # for so long the calls go on without their client
 
 
 def answer_of(rows: list[CallRow], done: str, more: Mapping[str, Any] | None = None) -> Answer:

@@ -44,8 +44,8 @@ class Place:
 async def groups_of(request: AskedOfFleet, parts: Sequence[Part]) -> list[list[Part]]:
     """Return the parts in groups: those of one group in turn, groups side by side.
 
-    Resumes that fit together, and other operations, are groups of one. Those that do not are in one group; in mode
-    ``all``, unless they may wait for memory, they fail here, before anything is prepared.
+    A resume that fits beside the others, and each part of another operation, is a separate group. Resumes that do not
+    fit together are one group; in mode ``all``, unless they may wait for memory, they fail here: nothing is prepared.
     """
     if request.operation != "resume":
         return [[part] for part in parts]
@@ -82,7 +82,7 @@ async def _needs(request: AskedOfFleet, parts: Sequence[Part]) -> dict[str, Plac
 
 
 def add_needs(gpus: dict[str, Place], name: str, now: OccupationAnswer, rooms: Iterable[DeviceRoom]) -> None:
-    """Add what an engine that is ``now`` so needs of each GPU, by its own plan."""
+    """Add what an engine, which holds ``now``, needs of each GPU, by the ``rooms`` of its plan."""
     uuids = {device.index: device.uuid for device in now.devices}
     for room in rooms:
         if room.needed_bytes and room.index in uuids:

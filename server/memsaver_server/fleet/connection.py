@@ -67,7 +67,7 @@ class Coordinator:
     silence_s: float  # an engine that does not answer for so long counts as silent, seconds
     prepared_for_s: float  # how long an engine stays prepared without it, seconds
     verify: ssl.SSLContext | bool  # as for the client; one for all engines, as making one takes longer than a call
-    holds: bool = False  # it brings the engines to what is wanted all the time
+    holds: bool = False  # it reconciles: it keeps the engines as they are wanted
     #: Limits how many calls are in flight, of those that engines answer at once.
     turns: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, SHORT_CALLS))
 
@@ -96,7 +96,7 @@ class Connection:
 
     @property
     def silent_s(self) -> float:
-        """How long a call that engines answer at once has had no answer; 0 if that is not long."""
+        """For how long a call that engines answer at once has had no answer; 0 up to ``QUIET_S``."""
         waits_s = clock.monotonic() - min(self._unanswered.values(), default=math.inf)
         return waits_s if waits_s > QUIET_S else 0.0
 
@@ -120,7 +120,7 @@ class Connection:
         raise EngineFailure("is_coordinator", what, answered=True)
 
     async def prepare(self, verb: OperationName, body: Mapping[str, Any], key: str, limit_s: float) -> PreparedAnswer:
-        """Prepare what ``body`` asks for, or renew the lease of that under ``key``, which proves that it is ours."""
+        """Prepare what ``body`` asks for, or renew its lease: ``key`` proves that it is ours."""
         call = _operation(verb, body, key)
         return await self._attend(lambda: self._client.call(PreparedAnswer, call), partial(self._find, call), limit_s)
 
@@ -129,7 +129,7 @@ class Connection:
         return await self._ask(partial(self._find, _operation(verb, body, key)))
 
     async def commit(self, operation_id: str, key: str) -> OperationAnswer:
-        """Carry out an operation that was prepared under ``key``; takes as long as that takes."""
+        """Carry out an operation that was prepared under ``key``; without a time limit."""
 
         async def known() -> str:
             return operation_id

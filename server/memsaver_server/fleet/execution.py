@@ -2,9 +2,9 @@
 
 Mode ``best_effort``: each engine by itself; what cannot be done is listed.
 
-Mode ``all``: prepared on all engines, then committed on all; else aborted, or undone, on all. At each moment a
-coordinator may end: before the record says ``committing`` nothing is moved, and the engines' leases end by themselves;
-afterwards every engine is prepared, and the next coordinator commits on the rest or undoes all.
+Mode ``all``: prepared on all engines, then committed on all; else aborted, or undone, on all. A coordinator
+may end at any moment: before the record says ``committing`` nothing is moved, and the engines' leases end; afterwards
+every engine is prepared, and the next coordinator commits on the rest or undoes all.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger("memsaver")
 
 
 class Execution:
-    """Carries out one operation; its ``how`` says afterwards how it ended."""
+    """Carries out one operation, whose ``how`` says afterwards how it ended."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Execution:
         try:
             if ready := await self._prepare():
                 await self._note("committing")
-                ready = not self._operation.given_up.is_set()  # meanwhile
+                ready = not self._operation.given_up.is_set()  # it may be given up meanwhile
         except BaseException:
             ready = False
             raise
@@ -129,7 +129,7 @@ class Execution:
         else:
             self._operation.how = "done"
             await self._confirm()
-            # If all engines are otherwise by now, another coordinator has undone it.
+            # If no engine is as asked any more, another coordinator has undone the operation.
             undone = all(part.failure and part.failure.kind == "changed" for part in self._parts)
             if undone:
                 await self._end()
@@ -140,7 +140,7 @@ class Execution:
         """Restore every engine: abort what is prepared, move back what was moved."""
         self._report("roll_back")
         self._operation.how = "undone"
-        with suppress(RecordError):  # it then says committing: another coordinator would fail to commit, and undo
+        with suppress(RecordError):  # it then says committing: another coordinator cannot commit, and undoes
             await self._note("rolling_back")
         await asyncio.gather(*map(self._undo_one, self._parts))
         await self._look()
@@ -163,8 +163,8 @@ class Execution:
         return {**body, "tags": list(part.named)} if part.named else body
 
     def _wishes_for_unnamed(self) -> list[Wanted]:
-        """Return a wish for each engine of which a resume by tags has brought back other tags, too: it keeps those when
-        a caller releases some of the named ones."""
+        """Return a wish for each engine of which a resume by tags has brought back other tags, too: those stay when a
+        caller releases some of the named ones."""
         wish, named = self._operation.wish, self._request.tags
         if wish is None or wish.state != "resident" or not named:
             return []
@@ -294,13 +294,12 @@ class Execution:
         return True
 
     async def _options_back(self, part: Part, tags: Collection[str]) -> dict[str, object]:
-        """Return the options with which ``tags`` of an engine are moved back; to release them, those that are wanted of
-        this engine. Content that it has is kept, also if the record does not say so. ``wait``: for the operation that
-        is undone, which may not have ended."""
+        """Return the options with which ``tags`` of an engine are moved back. A release has those of its wishes, but
+        keeps what was kept before, whatever they say. ``wait``: the operation that is undone may not have ended."""
         request = self._request
         if request.operation == "release":
             return {"wait": True, "wait_for_memory_s": self._timeout_s}
-        wishes = await self._wishes_for(part)  # none: what the regions' own policies say
+        wishes = await self._wishes_for(part)  # without any, the regions' own policies count
         options: dict[str, Any] = {}
         restore: dict[str, str] = {}
         for tag in part.after.tags if part.after else ():
@@ -338,8 +337,8 @@ class Execution:
         return {}
 
     async def _wishes_for_the_rest(self) -> list[Wanted]:
-        """Return wishes by which a reconciler undoes it on engines where that failed, or that do not answer: none for
-        tags of which that state is wanted already, be it with options or until asked."""
+        """Return wishes by which a reconciler undoes it on engines whose undo failed, or that do not answer. Tags whose
+        wanted state is the former one already are left out, whatever the options of that wish."""
         verb, wish = self._request.operation, self._operation.wish
         assert wish is not None  # it is of mode ``all``
         back = wish.model_copy(update={"state": STATES[OPPOSITE[verb]], "options": {}, "until_asked": False})

@@ -98,8 +98,8 @@ class StaticMembership:
 
 
 def checked(members: Iterable[Member]) -> list[Member]:
-    """Return the members. Raises MembershipError if two have the same name, or an address is none, or has credentials,
-    which are not shown."""
+    """Return the members. Raises MembershipError if two have the same name, or an address is wrong, or has credentials,
+    which the message does not show."""
     found: dict[str, Member] = {}
     for member in members:
         if "@" in member.url and not member.url.startswith("unix:"):

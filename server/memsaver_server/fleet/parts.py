@@ -29,9 +29,9 @@ class Part:
     after: OccupationAnswer | None = None  # likewise after it
     operation_id: str = ""  # its own operation, as soon as that is known
     asked: bool = False  # a prepare was sent, so that the engine may be prepared
-    named: tuple[str, ...] = ()  # those that it is asked to move, if not what the operation's request names
-    tags: tuple[str, ...] = ()  # those that its operation moves
-    kept: tuple[str, ...] = ()  # those whose content was kept before
+    named: tuple[str, ...] = ()  # the tags that it is asked to move, if not those of the request
+    tags: tuple[str, ...] = ()  # the tags that its operation moves
+    kept: tuple[str, ...] = ()  # the tags whose content was kept before
     answer: OperationAnswer | None = None
     phase: str = ""  # the stage in which it failed
     failure: EngineFailure | None = None
@@ -78,7 +78,7 @@ class Part:
         self.ended()
 
     async def perform(self, verb: OperationName, body: Mapping[str, Any], phase: str, key: str | None = None) -> None:
-        """Carry an operation out in one call, which is the ``phase`` in which it fails."""
+        """Carry out an operation in one call; ``phase`` is that of a failure."""
         try:
             self.done(await self.connection.perform(verb, body, key=key))
         except EngineFailure as failure:
@@ -87,8 +87,8 @@ class Part:
         self.ended()
 
     def check(self, now: OccupationAnswer | None, asked: AskedOfFleet, phase: str, why: str = _UNDONE) -> None:
-        """Fail in this phase if what it holds ``now`` is not as ``asked``, as far as that says: for this reason, or
-        because of its weights' version."""
+        """Fail in ``phase`` if what the engine holds ``now`` is not as ``asked``: the reason is ``why``, or the version
+        of its weights. Does nothing if ``now`` is None."""
         if now is None:
             return
         self.after = now
@@ -122,7 +122,7 @@ class Part:
         )
 
     def is_stray(self, verb: OperationName) -> bool:
-        """Return whether it is not as before ``verb``, which was given up, or its state is unknown."""
+        """Return whether the engine is not as it was before ``verb``, which was given up, or its state is unknown."""
         now, before = self.after, self.before
         if now is None or (now.state == "failed" and (before is None or before.state != "failed")):
             return True

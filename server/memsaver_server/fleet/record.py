@@ -38,12 +38,12 @@ class Wanted(Model):
 
     Attributes:
         tags: None means all.
-        options: what the release or resume is called with, beside tags. Once it is carried out without
-            ``weights_version``, which is among the record's demands then.
+        options: those of the release or resume, besides tags. Once it is carried out, ``weights_version`` is no longer
+            here, but among the record's demands.
         operation_id: the fleet's operation that wished it.
         client: who asked for that.
         until_asked: released only until the next request for its model.
-        order: which of the operations that the record has noted left it.
+        order: the number of the operation that left it, among those that the record has noted.
     """
 
     selector: Selector
@@ -88,7 +88,7 @@ class Demand(Model):
 class Known(Model):
     """What the id of an operation stands for."""
 
-    digest: str  # of its request; empty if nobody can name it: it is the coordinator's own
+    digest: str  # of its request; empty for the coordinator's own operations, which nobody can name
     verb: OperationName
     outcome: Outcome  # ``begun``: one in mode ``best_effort`` whose coordinator ended first; a repeat carries it out
     at: FiniteFloat  # seconds since the epoch
@@ -97,7 +97,7 @@ class Known(Model):
 
 
 class Prepared(Model):
-    """What one engine has prepared: its own operation, empty until it is known, the tags that this moves, and those
+    """What one engine has prepared: its own operation, empty until it is known, the tags that it moves, and the tags
     whose content was kept before. Model and GPUs may be what only the engine knows."""
 
     url: str
@@ -164,9 +164,9 @@ class RecordContent(Model):
     def noting(
         self, operation_id: str, known: Known, wish: Wanted | None = None, rest: Sequence[Wanted] = ()
     ) -> RecordContent:
-        """Return the record in which an operation does not run, and its id is known, its ``wish`` if that counts, and
-        the ``rest`` of what its undo could not do. Ids that are too old or too many, and what the new wishes make void,
-        are not in it."""
+        """Return the record in which an operation does not run any more, its id is known, and what it wants is noted:
+        its ``wish``, and in ``rest`` further ones for some engines. Ids that are too old or too many, and wishes that
+        the new ones replace, are left out."""
         running = {key: each for key, each in self.running.items() if key != operation_id}
         ids, wanted, noted = self.ids, self.wanted, self.noted + 1
         if known.digest:
@@ -234,7 +234,7 @@ class FileRecord:
 
     async def save(self, content: RecordContent) -> None:
         try:
-            text = content.model_dump_json(indent=1).encode() + b"\n"  # of 4096 ids json takes 10 times as long
+            text = content.model_dump_json(indent=1).encode() + b"\n"  # with 4096 ids, json takes 10 times as long
             await asyncio.to_thread(self._replace, text)
         except (OSError, ValueError) as error:
             raise RecordError(f"the record {self._path} cannot be written: {error}") from None

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 #: Requests that proceed in one iteration of the event loop.
 REQUESTS_PER_ITERATION = 2
 PROBES = frozenset({"/livez", "/health", "/readyz", "/metrics"})
-#: Of requests; ``unknown``: their caller has shown no valid key; ``signed``: but a signature, valid or not.
+#: Of requests. Without a valid key, they are ``signed`` if they have a signature, valid or not, else ``unknown``.
 Kind = Literal["reads", "changes", "signed", "unknown"]
 
 
@@ -45,7 +45,7 @@ class FairQueue:
     def _next_iteration(self, loop: asyncio.AbstractEventLoop) -> None:
         self._left = REQUESTS_PER_ITERATION
         while self._left and (kind := next((each for each, waiting in self._waiting.items() if waiting), None)):
-            of_kind = self._waiting[kind] = self._waiting.pop(kind)  # the last one from now on
+            of_kind = self._waiting[kind] = self._waiting.pop(kind)  # this kind is the last one from now on
             proceed = of_kind.popleft()
             if not proceed.done():  # cancelled: its client disconnected
                 proceed.set_result(None)

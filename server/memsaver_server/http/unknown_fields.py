@@ -66,7 +66,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower()).rstrip("s")
 
 
-#: What is meant by fields that select engines elsewhere, if the request has that.
+#: Our names of fields that select engines in other services, for requests that have them.
 _MEANT = {"modelname": "model", **{_plain(name): f"selector.{name}" for name in Selector.model_fields}}
 
 

@@ -26,7 +26,7 @@ from memsaver_server.threads import on_this_loop
 
 logger = logging.getLogger("memsaver")
 
-#: The client of the resizes by which KV caches balance themselves. Other callers' resizes do not wait for these.
+#: The client of the resizes by which KV caches balance themselves. Other callers' resizes cancel these.
 BALANCER = "memsaver-balance"
 #: Who cancels an operation whose lease has ended.
 LEASE_END = "the end of its lease"
@@ -35,7 +35,7 @@ _STRENGTH: tuple[DrainMode, ...] = ("wait", "keep", "abort")
 
 
 def _overtaken(release: Asked, by: Asked) -> Release | None:
-    """Return ``release`` with the stronger mode of ``by``, of the same tags, and the longer deadline; else None."""
+    """Return ``release`` with the mode of ``by`` and the longer deadline; None unless it is stronger, of equal tags."""
     if not isinstance(release, Release) or not isinstance(by, Release) or release.tags != by.tags:
         return None
     if _STRENGTH.index(by.mode) <= _STRENGTH.index(release.mode):
@@ -65,11 +65,11 @@ class Operation:
     request: Asked  # what its callers ask for together
     client: str  # its first caller
     table: Table
-    #: The Idempotency-Key of that call, or None. If it is to be prepared, this key proves who its owner is.
+    #: The Idempotency-Key of the first call, or None. With ``prepare``, this key proves who the owner is.
     key: str | None = field(default=None, repr=False)
     memory: Moved | None = None  # what it moves, if this process knows
     phase_timeout_s: float = math.inf  # seconds without progress after which a phase counts as stalled
-    #: The lock of all that follows, one for a queue. While it is held, no other lock of the service is taken.
+    #: Guards the fields below; a queue's operations share it. Its holder takes no other lock of the service.
     changed: threading.Condition = field(default_factory=threading.Condition)
     state: str = field(init=False)  # in ``table``
     cancelled_by: str | None = None  # who has cancelled it; without effect if that was too late
@@ -121,7 +121,7 @@ class Operation:
 
     @property
     def answers_repeats(self) -> bool:
-        """Whether it answers a call under one of its keys: not if it failed, or, to be prepared, was cancelled."""
+        """Whether it answers a repeat under one of its keys: not if it failed, or was cancelled and has ``prepare``."""
         return self.status != "failed" and not (self.status == "cancelled" and self.request.prepare)
 
     @property
@@ -206,7 +206,7 @@ class Operation:
         return on_this_loop(self._settled)
 
     def is_shared_with(self, key: str | None, client: str) -> bool:
-        """Whether an equal call may join it; if it is to be prepared, only one of its key, or if none, its client."""
+        """Whether an equal call may join it; while it awaits a commit, only by its key or, without one, its client."""
         return not self.blocks_others or (key == self.key if self.key is not None else client == self.client)
 
     @property
@@ -215,7 +215,7 @@ class Operation:
         return {}
 
     def described(self) -> dict[str, object]:
-        """Return what callers see of it beyond what every operation has."""
+        """Return what callers see of it, besides what they see of every operation."""
         return {}
 
     def audited(self) -> dict[str, object]:
@@ -235,7 +235,7 @@ class Operation:
         return f"{self.request.operation} {self.id} of {tag_list(self.request.tags)} is {now}"
 
     def check_owner(self, key: str | None, forced_by: str | None = None) -> None:
-        """Raise ConflictError if it is to be prepared under another key, and not committed, and nobody forces it."""
+        """Raise ConflictError if it has ``prepare``, another key and no commit yet; not if somebody forces it."""
         if self.key in (None, key) or not self.blocks_others or self.has_ended:
             return
         if forced_by is None:
@@ -266,7 +266,7 @@ class Operation:
             return True
 
     def renew(self, request: Asked) -> None:
-        """Let its lease last for that of ``request`` from now on, if that is to be prepared and ends later."""
+        """Let its lease last at least ``request.lease_s`` from now; once prepared, only if that has ``prepare``."""
         with self.changed:
             if self._lease_ends is None:
                 self._lease_s = max(self._lease_s, request.lease_s)
@@ -274,7 +274,7 @@ class Operation:
                 self._lease_ends = max(self._lease_ends, clock.monotonic() + request.lease_s)
 
     def expedite(self, request: Asked, client: str) -> None:
-        """Overtake its drain, as ``request`` of ``client`` waits behind it. A resize that still waits is cancelled."""
+        """Make it end sooner, as ``request`` of ``client`` waits: overtake its drain, or cancel a resize."""
         with self.changed:
             if self.request.operation == "resize" and (request.operation != "resize" or self.client == BALANCER):
                 with suppress(errors.TooLateToCancelError):
@@ -345,7 +345,7 @@ class Operation:
                 self.check()
 
     def move_later(self) -> None:
-        """Memory is short, nothing was moved: it may be cancelled again. Raises OperationCancelledError if it was."""
+        """Wait again, as memory is short and nothing was moved. Raises OperationCancelledError if it was cancelled."""
         with self.changed:
             self.advance("shortage")
             if self.cancelled_by is not None:
@@ -359,8 +359,8 @@ class Operation:
         return report
 
     def undo(self, asked: Asked | None = None) -> bool:
-        """Let no call join it any more, as an error ends it before memory is moved. Return False if that is not so:
-        memory was moved, it was cancelled, or its drain was overtaken since ``asked``."""
+        """Begin to undo it after an error; no call joins it any more. Return False, and change nothing, if memory was
+        moved, it was cancelled, or its drain was overtaken since ``asked``."""
         with self.changed:
             ends = self.table.allows(self.state, "error") and (asked is None or asked is self.request)
             if ends:
@@ -372,7 +372,7 @@ class Operation:
         device."""
         kept = copy(self)
         kept.memory, kept.log = None, PhaseLog(tuple)
-        if self.error is not None:  # what led to it has tracebacks, too
+        if self.error is not None:  # the errors that led to it have tracebacks, too
             self.error.__context__ = self.error.__cause__ = None
         if self.report is not None:
             kept.report = self.report.model_copy(update={"tags": (), "phases": (), "devices": ()})

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 #: Longest interval at which a wait looks at the ranks' progress, seconds.
 LOOK_S = 1.0
-#: Bytes per second of resident memory; a checkpoint or a restore that is slower hangs. The driver's rate is 2.4e9.
+#: Bytes per second of resident memory; a slower checkpoint or restore counts as hung. The driver's rate is 2.4e9.
 SLOWEST_COPY = 5e8
 #: How long a call that failed may wait for the end of the process that explains it, seconds.
 EXPLAIN_S = 2.0

@@ -1,4 +1,4 @@
-"""The memory of an engine whose processes are others than this one.
+"""The memory of an engine that runs in other processes than this one.
 
 Release: prepare -> tags whose content is kept -> the other tags -> lock -> checkpoint; communicators beside the tags.
 Resume: prepare -> restore -> unlock -> tags, and communicators beside them.
@@ -186,8 +186,8 @@ class RankMemory(Group):
             raise self.fail(f"ranks may have different weights: {error}") from error
 
     def release(self, request: MemoryRequest, *, log: PhaseLog | None = None) -> OperationReport:
-        """As ``memsaver_core.release_with``, on every rank or on none, or so of the data-parallel engines that a
-        ``Release`` names; errors name the rank. GroupFailedError: a rank has ended, hangs, or could not undo what it
+        """As ``memsaver_core.release_with``, on every rank or on none; if a ``Release`` names data-parallel engines, on
+        theirs alone. Errors name the rank. GroupFailedError: a rank has ended, hangs, or could not undo what it
         did; all later calls are refused."""
         log = log or PhaseLog(read=self.read_devices)
         self.check_tags(request.tags)

@@ -42,7 +42,7 @@ class Proxy:
 
     async def forward(self, request: Request, model: str, body: bytes) -> Response:
         """Return the answer of an engine of ``model``. Raises as Turns.enter, or BadGatewayError if the engine does not
-        answer, which may have begun to, or BadRequestError, or ClientGoneError."""
+        answer, although it may have begun to compute, BadRequestError, or ClientGoneError."""
         return await while_connected(self._forward(request, model, body))
 
     async def _forward(self, request: Request, model: str, body: bytes) -> Response:
@@ -103,7 +103,7 @@ def _path(request: Request) -> bytes:
 
 def _wrong(status: int) -> str:
     """Return why an answer of this status is not passed on; empty if it is."""
-    if status in (401, 403):  # our key's: that of the client is not passed on
+    if status in (401, 403):  # because of our key: the client's is not passed on
         return f"refuses the request{key_advice(status)}"
     return "" if 200 <= status < 600 else f"answered with status {status}, which HTTP does not have"
 
@@ -128,11 +128,11 @@ class Relayed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            # An answer that breaks off ends the client's connection, by which it learns of it.
+            # If the answer breaks off, the server closes the client's connection, by which the client learns of it.
             with suppress(ClientGoneError, TimeoutError, httpx.TransportError):
                 await while_connected(self._relay(send), receive=receive)
         finally:
-            # Before it has ended, this closes the connection, by which the engine learns of it.
+            # If the answer has not ended, this closes the connection, by which the engine learns of it.
             await self._upstream.aclose()
             self._ended()
 

@@ -28,13 +28,13 @@ class Slot:
         self.reason = "it has not been asked yet"
         self.resident_bytes = 0
         self.released_bytes = 0
-        self.weights_version: str | None = None  # that a resume for a request demands
+        self.weights_version: str | None = None  # the one that a resume for a request demands
         self.free: dict[str, int] = {}  # bytes of each GPU, by UUID
         self.in_flight = 0
         self.moving = 0  # how many operations move its memory, or are about to; it takes no request meanwhile
         self.waking = False  # one of these operations wakes it for requests
         self.yielding = False  # it makes room: it takes no new request, and is released once those in flight have ended
-        self.extra = 0  # more engines must make room for it than its size demands; grows if it cannot be resumed
+        self.extra = 0  # at least so many engines make room for it, whatever its size; grows if memory is short
         self.not_before = 0.0  # when to try again after a failure, on the monotonic clock
         self.awake_since = self.last_used = clock.monotonic()
 

@@ -29,7 +29,7 @@ logger = logging.getLogger("memsaver")
 
 #: How long a claim waits for engines of its model that do not answer, seconds.
 LOOK_S = 1.0
-#: For how long an engine must not fit before its requests are refused, seconds; engines read their devices each second.
+#: Requests are refused once no engine of the model fits for so long, seconds; engines read their devices each second.
 SHORT_S = 2.0
 #: Time after which a release or a resume that failed is tried again, seconds.
 RETRY_S = 1.0

@@ -14,9 +14,9 @@ from memsaver_server.client.requests import Target
 
 #: Time limit of connecting to an engine, seconds. Generating has none.
 CONNECT_S = 10.0
-#: How long a connection waits for the next request, seconds: less than a server waits, whose end may cross a request.
+#: How long a connection waits for the next request, seconds: less than in a server, whose close may cross a request.
 IDLE_S = 2.0
-#: How long an address is not used before its connections are closed, once another is, seconds: it may be gone.
+#: An address that is unused for so long may be gone: its connections are closed when a new one is used, seconds.
 UNUSED_S = 60.0
 #: Headers that concern one connection only.
 _HOP = frozenset(
@@ -73,7 +73,7 @@ class Upstream:
 
 
 class Upstreams:
-    """One for each engine that is called; ``verify`` as for the client."""
+    """An ``Upstream`` for each engine that is called; ``verify`` as for the client."""
 
     def __init__(self, verify: ssl.SSLContext | bool) -> None:
         self._verify = verify

@@ -96,8 +96,8 @@ class SchedulerGroup:
 
 @dataclass(frozen=True)
 class Replicas:
-    """The replicas that are one engine, on one host: the ``number`` of this process's, and in which ``folder`` the
-    first one awaits the ranks of all."""
+    """The replicas that are one engine, on one host: the ``number`` of this process's replica, and the ``folder`` in
+    which the first one awaits the ranks of all."""
 
     number: int = 0
     count: int = 1
@@ -159,7 +159,7 @@ class Scheduler(ABC):
         return self.replicas.count > 1
 
     def admit(self, received: Sequence[Any]) -> Sequence[Any]:
-        """Return the requests that a rank other than the first broadcasts, of those that it has ``received``."""
+        """Return those of the ``received`` requests that a rank other than the first broadcasts."""
         return received
 
     @abstractmethod
@@ -271,7 +271,7 @@ class EventLoop:
         self.scheduler = scheduler
         self._done = 0  # the number of the last command that was done
         self._arrived = 0  # that of the last whose iteration is over
-        #: Of the last commands, by their numbers: further ones may be done before the result of one is asked for.
+        #: The results of the last commands, by number: others may be done before a result is asked for.
         self._results: dict[int, Future[None]] = {}
         self._changed = threading.Condition()
         scheduler.take_over(self)
@@ -581,7 +581,7 @@ class LoopEngine(LeadingLoop, Engine):
 
     def _wait_for_all(self, deadline: float, given_up: Callable[[], bool]) -> list[str]:
         """Return the requests in flight on all ranks once there are none, or at the deadline. A rank whose admission is
-        closed stays without any."""
+        closed gets no new ones."""
         running: list[str] = []
         for wait_s in waits(deadline, given_up, time.monotonic):
             self.is_done(Future(), wait_s)

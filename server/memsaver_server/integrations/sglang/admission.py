@@ -31,7 +31,7 @@ class Admission:
 
     @property
     def has_held_too_long(self) -> bool:
-        """Whether a request is held that may enter."""
+        """Whether a request is still held although admission is open."""
         return self._closed is None and bool(self._held)
 
     def close(self, reason: str, hold: int) -> None:

@@ -53,7 +53,7 @@ _HIERARCHICAL_CACHE = (
     "--enable-hierarchical-cache"
 )
 
-#: While SGLang's scheduler lists a released tag, its ranks do not agree on their batches by the device.
+#: In SGLang's list of released tags while admission is closed: its ranks then agree on batches without the device.
 CLOSED = "memsaver"
 #: How long a flush waits for requests that are about to end, or that a pause before it is setting aside, seconds.
 SETTLING_S = 1.0
@@ -205,7 +205,7 @@ class SglangScheduler(base.Scheduler):
 
     def admit(self, received: Sequence[Any]) -> Sequence[Any]:
         """See ``Scheduler``. SGLang sends each replica the same commands: the first one's are relayed here, once the
-        service has let them pass. Only an abort may not come before the request that it is for."""
+        service has let them pass. Only aborts of them are taken here: a relayed one could come before its request."""
         return self.admission.admit([each for each in received if self.is_routed(each)])
 
     def is_routed(self, request: Any) -> bool:
@@ -220,7 +220,7 @@ class SglangScheduler(base.Scheduler):
         return self._messages.GetInternalStateReqOutput(internal_state=state)
 
     def close(self, reason: str, hold: int) -> None:
-        """Close admission on this rank. The service's own was closed at once."""
+        """Close admission on this rank; on the first one ``close_admission`` has done so."""
         if not self._is_first:
             self.admission.close(reason, hold)
         self._released_tags.add(CLOSED)

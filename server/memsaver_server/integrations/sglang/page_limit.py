@@ -87,7 +87,7 @@ class SchedulerPages(PageLimit):
             self.hold()
 
     def before_step(self) -> None:
-        """Hold the pages that became free since: SGLang frees them in many places. Let the table name no page without
+        """Hold the pages that have become free: SGLang frees them in many places. Let the table name no page without
         memory: CUDA graphs read the pages of unused rows, and kernels those after the end of a request."""
         self.hold()
         if self._stale and ms.status().state == "resident":  # the table is in the cache's region

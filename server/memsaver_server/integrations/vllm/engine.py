@@ -68,7 +68,7 @@ class VllmMemory(RankMemory):
             self.ask(TakeOutcome())  # so that no rank still expects the release
             raise errors.MemsaverError(f"the engine cannot go to sleep: {error}; repeat the call, or resume") from error
         outcomes = dict(zip(self.asked, self.ask(TakeOutcome()), strict=True))
-        # An engine did not ask its ranks if it counts as asleep since a part of its memory was released before.
+        # An engine that counts as asleep, because a part was released before, did not ask its ranks.
         asked = {self.dp_rank(rank) for rank, each in outcomes.items() if each.report or each.failure}
         if silent := {self.dp_rank(rank) for rank in outcomes} - asked:
             with self.only([number for number in silent if number is not None]):
@@ -83,7 +83,7 @@ class VllmEngine(Gate):
         """``core`` is the front end's ``engine_core``. Its processes are watched, one for each data-parallel rank; a
         core in this process, or in Ray, has none."""
         super().__init__("vllm")
-        # Of the engine cores, by their data-parallel ranks.
+        # The data-parallel ranks of the engine cores that are asleep, paused or excluded.
         self._asleep: frozenset[int] = frozenset()
         self._paused: frozenset[int] = frozenset()
         self._excluded: frozenset[int] = frozenset()
@@ -248,7 +248,7 @@ class ApiServerEngine(LimitedPages, VllmEngine):
         self._excluded = frozenset(dp_ranks)
 
     def _choose(self, choose: Callable[[Any], bytes], request: Any) -> bytes:
-        """Choose an engine that serves, by vLLM's own choice, to which the others have too many requests. In its loop.
+        """Choose an engine that serves: by vLLM's own choice, to which excluded ones seem busy. In vLLM's event loop.
         Raises AdmissionClosedError if the request names one, by its rank or as one that belongs to another."""
         excluded, core = self._excluded, self._core
         if request.request_id in core.reqs_in_flight:
