@@ -417,7 +417,7 @@ class SharedIndex {
   // The device of a dead process may still be writing the copies that were queued: eight blocks, 5 ms at 55 GB/s. The
   // kernel frees the mutexes of a process before its devices.
   static constexpr std::int64_t kLostFor = 500;  // ms
-  static constexpr std::size_t kProbes = 64;     // entries in which content of one digest may lie; half are free
+  static constexpr std::size_t kProbes = 64;     // places of content of one digest; half are free up to 512 GiB
 
   inline static const std::uint64_t kSizes[] = {sizeof(SharedLayout), kSlabBytes, kGrain, kSizeUnit, kPackedVersion};
 
