@@ -14,19 +14,21 @@ import os
 import platform
 import selectors
 import socket
-import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
+from _probing import Answer, Timeline, percentiles
 from _record import new_parser, new_result, write
 
 KEY = "k" * 32
 #: Requests that wait on each connection of the crowd.
 WAITING = 100
 ASK = b"GET /memory_occupation HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+BESIDE = ("nobody", "the crowd")
 SERVE = [sys.executable, "-m", "memsaver_server.cli", "serve", "--port", "0"]
 
 
@@ -60,35 +62,28 @@ def crowd(port: int, connections: int) -> None:
                 connect()
 
 
-def ask(url: str, path: str, headers: dict[str, str], count: int, *, new: bool) -> dict[str, float]:
-    """Return the median, the 99th percentile and the maximum of the seconds that an answer took."""
-    seconds = []
-    client = httpx.Client(base_url=url, headers=headers, timeout=60)
-    for _ in range(count):
-        if new:
-            client.close()
-            client = httpx.Client(base_url=url, headers=headers, timeout=60)
-        began = time.perf_counter()
-        client.get(path).raise_for_status()
-        seconds.append(time.perf_counter() - began)
-    client.close()
-    return {"median": statistics.median(seconds), "p99": statistics.quantiles(seconds, n=100)[98], "max": max(seconds)}
-
-
-def measure(url: str, count: int) -> dict[str, Any]:
+def ask(url: str, count: int) -> Iterator[Answer]:
+    """Ask for each path so often, by one connection and by a new one each time."""
     key = {"Authorization": f"Bearer {KEY}"}
-    return {
-        f"{path}, {'a new connection each' if new else 'one connection'}": ask(url, path, headers, count, new=new)
-        for path, headers in (("/livez", {}), ("/memory_occupation", key))
-        for new in (False, True)
-    }
+    for path, headers in (("/livez", {}), ("/memory_occupation", key)):
+        for new in (False, True):
+            what = f"{path}, {'a new connection each' if new else 'one connection'}"
+            client = httpx.Client(base_url=url, headers=headers, timeout=60)
+            for _ in range(count):
+                if new:
+                    client.close()
+                    client = httpx.Client(base_url=url, headers=headers, timeout=60)
+                asked = time.time()
+                client.get(path).raise_for_status()
+                yield Answer(what, asked, time.time())
+            client.close()
 
 
 def to_markdown(result: dict[str, Any]) -> str:
     rows = [
-        f"| {what} | {each['median'] * 1000:.1f} | {each['p99'] * 1000:.1f} | {each['max'] * 1000:.1f} | {state} |"
-        for state, figures in result["seconds"].items()
-        for what, each in figures.items()
+        f"| {what} | {each['median']:.1f} | {each['p99']:.1f} | {each['max']:.1f} | {beside} |"
+        for beside in BESIDE
+        for what, each in result["ms"][beside].items()
     ]
     return "\n".join(
         [
@@ -115,12 +110,14 @@ def main() -> None:
         crowd(options.crowd, options.connections)
     result = new_result("crowd.py")
     result |= {"processors": len(os.sched_getaffinity(0)), "python": platform.python_version()}
-    result |= {"connections": options.connections, "asked": options.asked, "seconds": {}}
+    result |= {"connections": options.connections, "asked": options.asked}
+    timeline, answers = Timeline(), list[Answer]()
     environment = {**os.environ, "MEMSAVER_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(SERVE, stdout=subprocess.PIPE, text=True, env=environment) as service:
         assert service.stdout is not None
         url = service.stdout.readline().split()[-1]
-        result["seconds"]["nobody"] = measure(url, options.asked)
+        with timeline.span(BESIDE[0]):
+            answers += ask(url, options.asked)
         command = [
             sys.executable,
             __file__,
@@ -132,10 +129,12 @@ def main() -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as others:
             assert others.stdout is not None
             assert others.stdout.readline(), "the crowd has ended"
-            result["seconds"]["the crowd"] = measure(url, options.asked)
+            with timeline.span(BESIDE[1]):
+                answers += ask(url, options.asked)
             assert others.poll() is None, "the crowd has ended"
             others.kill()
         service.terminate()
+    result["ms"] = percentiles(answers, timeline)
     print(write("crowd", result, to_markdown, options.out))
 
 
