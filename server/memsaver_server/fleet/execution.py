@@ -2,9 +2,9 @@
 
 Mode ``best_effort``: each engine by itself; what cannot be done is listed.
 
-Mode ``all``: prepared on all engines, then committed on all; else aborted, or undone, on all. A coordinator
-may end at any moment: before the record says ``committing`` nothing is moved, and the engines' leases end; afterwards
-every engine is prepared, and the next coordinator commits on the rest or undoes all.
+Mode ``all``: prepared on all engines, then committed on all; else aborted, or undone, on all. A coordinator may end
+at any moment. If the record does not say ``committing`` yet, nothing was moved, and the engines' leases end. If it
+does, every engine is prepared, and the next coordinator commits on the rest or undoes all.
 """
 
 from __future__ import annotations
