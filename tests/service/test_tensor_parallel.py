@@ -30,7 +30,7 @@ from memsaver_server.reference.engine import TransformersEngine
 from memsaver_server.reference.ranks import LIMITS_S, RanksFailedError
 from memsaver_server.reference.weights import fill_random
 from tests import forks
-from tests.e2e.serving import FORKED_RANKS, serving
+from tests.e2e.serving import FORKED_RANKS, environment, serving
 from tests.waiting import wait_until
 
 TEXT = "a prompt that is longer than one chunk, so that a prefix of it is kept; "
@@ -381,9 +381,8 @@ def test_a_frozen_rank_is_noticed(monkeypatch: pytest.MonkeyPatch, what: str) ->
 @pytest.mark.parametrize("when", ["before it joins", "while it loads"])
 def test_a_rank_that_is_frozen_during_load_is_noticed(when: str) -> None:
     """The process that waits for it ends."""
-    environment = {**os.environ, forks.VARIABLE: forks.address(None)}
     ran = forks.run(
-        [sys.executable, "-c", FROZEN_LOAD, when], stderr=forks.PIPE, text=True, timeout=800, env=environment
+        [sys.executable, "-c", FROZEN_LOAD, when], stderr=forks.PIPE, text=True, timeout=800, env=environment()
     )
     assert ran.returncode == 1
     assert re.search(r"rank 1 \(process \d+\) does not answer: the load did not end in 5 s; restart", ran.stderr)
@@ -391,9 +390,8 @@ def test_a_rank_that_is_frozen_during_load_is_noticed(when: str) -> None:
 
 def test_a_frozen_rank_does_not_keep_the_service() -> None:
     """It ends although an update waits for the rank, which ends, too."""
-    forked = {forks.VARIABLE: forks.address(None)}
     with (
-        serving(*TWO_RANKS, program=FORKED_RANKS, changes=forked) as server,
+        serving(*TWO_RANKS, program=FORKED_RANKS) as server,
         httpx.Client(base_url=server.url, timeout=600, verify=False) as http,
         ThreadPoolExecutor() as pool,
     ):

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from memsaver_core.contract.errors import WrongWeightsError
 from memsaver_core.contract.reports import OperationAnswer, PreparedAnswer
 from memsaver_core.contract.requests import STATES, AskedOfFleet, OperationName
 from memsaver_core.contract.status import OccupationAnswer
@@ -97,7 +98,7 @@ class Part:
         if now.state == "failed" or awake or (state and unlike(now, state, asked.tags)):
             failure = EngineFailure("changed", why)
         elif wrong := wrong_weights(now, getattr(asked, "weights_version", None)):
-            failure = EngineFailure("wrong_weights_version", wrong)
+            failure = EngineFailure(WrongWeightsError.kind, wrong)
         else:
             return
         self.fail(phase, failure)

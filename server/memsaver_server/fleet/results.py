@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from memsaver_core.contract.errors import AdmissionClosedError, BadRequestError, EngineFailedError
+from memsaver_core.contract.errors import AdmissionClosedError, BadRequestError, EngineFailedError, WrongWeightsError
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.reports import OperationAnswer, OperationStatusAnswer
 from memsaver_core.contract.requests import FleetMode, OperationName, Selector
@@ -131,7 +131,7 @@ def serves_nothing(now: OccupationAnswer, demanded: str | None) -> tuple[str, st
     if now.lost and now.state == "resident" and not now.hibernated:
         return AdmissionClosedError.kind, discarded(now.lost)
     wrong = wrong_weights(now, demanded)
-    return "wrong_weights_version" if wrong else "", wrong
+    return WrongWeightsError.kind if wrong else "", wrong
 
 
 def has_failed(now: OccupationAnswer) -> str:
