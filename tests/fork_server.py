@@ -196,6 +196,8 @@ def run(request: dict[str, Any], descriptors: list[int]) -> None:
     take(request["environment"], unbuffered=arguments[0] == "-u")
     if arguments[0] == "-u":
         arguments = arguments[1:]
+    if arguments[0] == "-P":  # what it leaves out is installed as editable here
+        arguments = arguments[1:]
     main = ModuleType("__main__")
     if arguments[0] == "-c":
         folder, sys.argv = "", ["-c", *arguments[2:]]

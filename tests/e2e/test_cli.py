@@ -8,6 +8,7 @@ import pty
 import re
 import signal
 import subprocess
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from memsaver_server import attach
 from memsaver_server.cli.live import until_ended
 from memsaver_server.client import AcceptedAnswer, Client
 from memsaver_server.engine.gate import Gate
+from memsaver_server.threads import PYTHON
 from tests import forks
 from tests.waiting import wait_until
 
@@ -326,3 +328,11 @@ def _on_a_terminal(*arguments: str, **changes: str) -> str:
         terminal.start()
         assert terminal.end() == 0, terminal.shown
         return terminal.shown
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 always looks for modules in the current folder")
+def test_programs_take_no_module_from_the_current_folder(tmp_path: Path) -> None:
+    """A checkout has memsaver_core without its compiled part."""
+    (tmp_path / "typer.py").write_text("raise ImportError('not this one')")
+    ran = subprocess.run([*PYTHON, "-m", "memsaver_server.cli", "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert (ran.returncode, "Usage" in ran.stdout) == (0, True), ran.stderr

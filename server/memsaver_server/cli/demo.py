@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -111,8 +110,10 @@ def _run(client: Client, console: Console, spinner: Status) -> None:
 @contextmanager
 def _engine(serve_options: Sequence[str]) -> Iterator[str]:
     """Run ``memsaver serve`` as a child process during the block; yields its address."""
+    from memsaver_server.threads import PYTHON  # loads what --help does without
+
     environment = {key: value for key, value in os.environ.items() if key != "MEMSAVER_API_KEY"}
-    command = [sys.executable, "-m", "memsaver_server.cli", "serve", "--port", "0", *serve_options]
+    command = [*PYTHON, "-m", "memsaver_server.cli", "serve", "--port", "0", *serve_options]
     with tempfile.TemporaryFile("w+") as log:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
         try:

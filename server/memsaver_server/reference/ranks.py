@@ -35,7 +35,7 @@ from memsaver_core.rendezvous import Listener, started
 from memsaver_server.ranks import RankMemory
 from memsaver_server.ranks.watch import ProcessWatch, is_stopped
 from memsaver_server.reference.runner import ModelRunner, Options, Row
-from memsaver_server.threads import start_thread
+from memsaver_server.threads import PYTHON, start_thread
 
 dist: Any = torch.distributed  # typed in part
 log = logging.getLogger("memsaver.engine")
@@ -89,7 +89,7 @@ class RankGroup:
         # Linux sends it when the thread that started the processes ends: only the main thread surely outlives them.
         at_end = signal.SIGKILL if threading.current_thread() is threading.main_thread() else 0
         what = [self._listener.path, meeting, pickle.dumps(options).hex(), str(int(at_end))]
-        command = [sys.executable, "-m", __name__, *what]
+        command = [*PYTHON, "-m", __name__, *what]
         self._processes = {  # they write to standard error alone: standard output belongs to the service
             rank: subprocess.Popen([*command, str(rank)], stdin=subprocess.DEVNULL, stdout=2)
             for rank in range(1, ranks)
