@@ -6,6 +6,7 @@ import gc
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 import memsaver_core as ms
 from memsaver_server import attach
+from memsaver_server.client import Client
 from memsaver_server.reference.engine import TransformersEngine
 from tests.tensors import storage_bytes, tensors_of
 
@@ -249,3 +251,22 @@ def test_a_partly_resumed_engine_replays_nothing(start: Start, order: tuple[str,
             http.post("/resume_memory_occupation", json={"tags": [tag]}).raise_for_status()
         assert generate().raise_for_status().json()["output_ids"] == before
         assert engine.runner.graphs == graphs
+
+
+def test_the_cache_shrinks_and_grows_while_requests_run(start: Start) -> None:
+    """Of 64 pages in use 32 go, once their requests have ended: a kernel that uses one that is gone fails."""
+    engine = start(random_weights=QWEN2, kv_cache_bytes=5 * GIB, batch_sizes=(64,))
+    with attach(engine) as server, Client(server.url) as client, ThreadPoolExecutor(64) as pool:
+
+        def generate(prompt: int) -> list[int]:
+            ids = request(prompt)["input_ids"]
+            return list(client.generate(input_ids=ids, max_new_tokens=64, ignore_eos=True)["output_ids"])
+
+        whole = client.kv_cache()
+        before = list(pool.map(generate, range(64)))
+        running = [pool.submit(generate, prompt) for _ in range(6) for prompt in range(64)]
+        for _ in range(3):
+            small = client.resize_kv_cache(tokens=32 * whole.page_tokens, timeout_s=60)
+            assert small.kv_cache.bytes == 32 * whole.page_bytes
+            assert client.resize_kv_cache(fraction=1.0).kv_cache.bytes == whole.bytes
+        assert [each.result() for each in running] == 6 * before

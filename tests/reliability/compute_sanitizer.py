@@ -54,6 +54,7 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     "racecheck, kernels that pack": (["--tool", "racecheck", "--racecheck-report", "all"], [PACKING]),
     "memcheck, kernels that pack": (["--tool", "memcheck"], [PACKING]),
     "memcheck, core": (["--tool", "memcheck"], [CORE, f"{DEVICES}/test_regions.py", "-k", f"not ({ELSEWHERE})"]),
+    "memcheck, caches that shrink": (["--tool", "memcheck"], [f"{DEVICES}/test_resizing.py"]),
     "memcheck, graphs": (["--tool", "memcheck"], [GRAPHS, "-k", f"not ({ELSEWHERE})"]),
     "memcheck, sharing": (["--tool", "memcheck"], [SHARING, f"{DEVICES}/test_sharing.py", "-k", f"not ({ELSEWHERE})"]),
     "memcheck, modules": (["--tool", "memcheck"], [MODULE, f"{DEVICES}/test_modules.py", "-k", MODULES]),
