@@ -3,9 +3,9 @@
 ``trade``: memory goes from one cache to the other and back, many times, while both answer requests: how long that
 takes, whether a request failed or got other tokens than before any resize, whether graphs were captured, and the
 throughput of an engine before and after.
-``burst``: requests per second with a fixed half of the GPU for each engine, and with MEMSAVER_KV_CACHE, by which the
-engines hand memory to each other. Prompts come again and again. Those of one engine fill 1.3 times its half while
-the other has none; then those of each fill 0.7 times.
+``burst``: requests per second while each cache is limited to half of the memory, and without that limit, when the
+engines hand memory to each other by MEMSAVER_KV_CACHE. Prompts come again and again. Those of one engine fill 1.3 times
+its half while the other has none; then those of each fill 0.7 times.
 
     python benchmarks/elastic.py                                  # two vLLM engines of Qwen2-1.5B's shape
     python benchmarks/elastic.py --engine reference --trades 5    # on the host driver, without a GPU
@@ -189,15 +189,13 @@ def trade(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def burst(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for way in ("fixed", "balanced"):
-        bounds = {"MEMSAVER_KV_CACHE": options.bounds} if way == "balanced" else {}
-        with engines(replace(kind, environment={**kind.environment, **bounds}), options) as both:
-            half = found.get("half") or fixed_half(both)
-            found["half"] = half
+    kind = replace(kind, environment={**kind.environment, "MEMSAVER_KV_CACHE": options.bounds})
+    with engines(kind, options) as both:
+        found: dict[str, Any] = {"half": (half := fixed_half(both))}
+        lopsided, even = (int(share * half["tokens"] / options.prompt) for share in (LOPSIDED, EVEN))
+        for way, fraction in (("fixed", half["fraction"]), ("balanced", 1.0)):
             for engine in both:
-                engine.resize(half["fraction"])
-            lopsided, even = (int(share * half["tokens"] / options.prompt) for share in (LOPSIDED, EVEN))
+                engine.resize(fraction)  # 1.0 lifts the limit that a resize sets
             throughput(both[0], lopsided, options, options.warm_up)
             with both[0].load(options.requests, lopsided) as alone:
                 time.sleep(options.seconds)
@@ -209,7 +207,7 @@ def burst(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
             sizes += [engine.cache()["bytes"] for engine in both]
             found[way] = {"one": alone.per_second, "both": first.per_second + second.per_second, "sizes": sizes}
             found[way]["failed"] = len(alone.failed) + len(first.failed) + len(second.failed)
-        print(way, found[way], file=sys.stderr, flush=True)
+            print(way, found[way], file=sys.stderr, flush=True)
     return found
 
 

@@ -22,6 +22,8 @@ T = TypeVar("T")
 PROMPT = [5, 17, 60, 2]
 #: How long a server may take to start on a machine that does other work, seconds.
 START_S = 240.0
+#: What `/kv_cache` counts, but is no size.
+COUNTS = {"recomputed": 0, "reused_bytes": 0}
 
 
 def free_port() -> int:

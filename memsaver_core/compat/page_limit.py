@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sized
 from typing import Any
@@ -10,27 +11,47 @@ from memsaver_core.compat.patching import Function
 
 #: How many computed prefixes are remembered; the oldest are forgotten.
 KNOWN = 1 << 16
+#: A page counts as found again for so long, or up to twice that, seconds.
+RECENT_S = 20.0
 
 
-class Recomputed:
-    """Counts the requests that compute what an earlier request computed, too: the cache has evicted it since."""
+class Prefixes:
+    """Counts how often requests compute what an earlier request computed, too, and the cache has evicted since; and the
+    pages on which they find a prefix."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self._known: dict[Hashable, None] = {}
+        self.recomputed = 0
+        self.forget_all()
 
-    def note(self, prefix: Hashable) -> None:
+    def forget_all(self) -> None:
+        self._computed: dict[Hashable, None] = {}
+        self._found: dict[Hashable, int] = {}
+        self._found_before: dict[Hashable, int] = {}
+        self._since = time.monotonic()
+
+    def computed(self, prefix: Hashable) -> None:
         """Note that a request computes the last tokens of ``prefix``, as it has not found them in the cache."""
-        if prefix in self._known:
-            del self._known[prefix]
-            self.count += 1
-        elif len(self._known) == KNOWN:
-            del self._known[next(iter(self._known))]
-        self._known[prefix] = None
+        if prefix in self._computed:
+            del self._computed[prefix]
+            self.recomputed += 1
+        elif len(self._computed) == KNOWN:
+            del self._computed[next(iter(self._computed))]
+        self._computed[prefix] = None
+
+    def found(self, prefix: Hashable, pages: int = 1) -> None:
+        """Note that a request has found ``prefix`` on so many pages."""
+        self._found_before.pop(prefix, None)
+        self._found[prefix] = pages
+
+    def reused(self) -> int:
+        """Return on how many pages prefixes were found lately. Only calls forget what is older."""
+        if time.monotonic() - self._since > RECENT_S:
+            self._found, self._found_before, self._since = {}, self._found, time.monotonic()
+        return sum(self._found.values()) + sum(self._found_before.values())
 
     def forget(self, reset: Function, *args: Any, **kwargs: Any) -> Any:
         """Call ``reset``, which empties the cache on purpose: what is computed after it does not count."""
-        self._known.clear()
+        self.forget_all()
         return reset(*args, **kwargs)
 
 
@@ -47,7 +68,7 @@ class PageLimit(ABC):
         self._total = self._limit = self._kept = total
         self._least = min(total, least)
         self._page_tokens = page_tokens
-        self._recomputed = Recomputed()
+        self._prefixes = Prefixes()
 
     @abstractmethod
     def in_use(self) -> tuple[int, int]:
@@ -62,7 +83,8 @@ class PageLimit(ABC):
             "least": self._least,
             "needed": needed,
             "page_tokens": self._page_tokens,
-            "recomputed": self._recomputed.count,
+            "recomputed": self._prefixes.recomputed,
+            "reused": min(self._kept, self._prefixes.reused()),
         }
 
     @abstractmethod

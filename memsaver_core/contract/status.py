@@ -215,6 +215,9 @@ class KvCacheAnswer(Model):
 
     bytes: int = Field(description="The size of the cache.")
     used_bytes: int = Field(description="Of it, what requests in flight use.")
+    reused_bytes: int = Field(
+        default=0, description="Of it, prefixes that requests have found there in the last 20 to 40 seconds."
+    )
     smallest_bytes: int = Field(description="The smallest size now for which no request has to end or be preempted.")
     largest_bytes: int = Field(description="The largest size that free device memory allows now, but for rounding.")
     full_bytes: int = Field(description="The size with which the engine began.")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine_server import prompts
+from tests.engine_server import COUNTS, prompts
 
 from .conftest import Start
 from .server import ANSWER_S, ENVIRONMENT, Server, source
@@ -87,7 +87,7 @@ def test_half_of_it_goes_and_comes_back(server: Server) -> None:
         assert shrunk(server) == pytest.approx(whole["bytes"] / 2, rel=0.1)
         assert [server.generate(100, prompt) for prompt in prompts(4)] == expected
         server.service("/kv_cache", {"fraction": 1})
-        assert {**cache(server), "recomputed": 0} == {**whole, "recomputed": 0}
+        assert {**cache(server), **COUNTS} == {**whole, **COUNTS}
         assert shrunk(server) == 0
         assert size_of_sglang(server) == SIZE
         assert [server.generate(100, prompt) for prompt in prompts(4)] == expected
@@ -97,6 +97,8 @@ def test_prefixes_that_stay_are_found_and_others_are_computed_again(server: Serv
     expected = fill(server)
     server.service("/kv_cache", {"fraction": 0.9})  # all are in pages that stay
     assert [cached(server, [number, *LONG]) for number in (11, 12, 13)] == [len(LONG)] * 3
+    server.generate(8, [13, *LONG])
+    assert cache(server)["reused_bytes"] == len(LONG) * cache(server)["page_bytes"]
     recomputed = cache(server)["recomputed"]
     server.service("/kv_cache", {"fraction": 0.5})
     assert cached(server, [13, *LONG]) == 0

@@ -14,9 +14,9 @@ from memsaver_server.settings import Settings
 TOTAL = 1000
 
 
-def cache(size: int, used: int) -> KvCacheAnswer:
+def cache(size: int, used: int, reused: int = 0) -> KvCacheAnswer:
     sizes = {"bytes": size, "used_bytes": used, "smallest_bytes": used, "largest_bytes": TOTAL, "full_bytes": TOTAL}
-    return KvCacheAnswer(**sizes, tokens=size, page_bytes=1, page_tokens=1)
+    return KvCacheAnswer(**sizes, reused_bytes=reused, tokens=size, page_bytes=1, page_tokens=1)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,11 @@ def cache(size: int, used: int) -> KvCacheAnswer:
 def test_what_a_cache_wants(size: int, used: int, recomputed_s: float, wanted: int) -> None:
     """It may have had no room for a prefix so long ago."""
     assert wanted_bytes(cache(size, used), 100, 900, recomputed_s) == wanted
+
+
+@pytest.mark.parametrize(("used", "reused", "wanted"), [(100, 100, 300), (0, 300, 450), (300, 300, 600)])
+def test_prefixes_that_are_found_again_are_wanted(used: int, reused: int, wanted: int) -> None:
+    assert wanted_bytes(cache(400, used, reused), 100, 900, inf) == wanted
 
 
 def settled(demands: list[int], sizes: list[int]) -> list[int]:

@@ -222,6 +222,21 @@ def test_a_sleep_and_its_wake_up_keep_the_size(world: World) -> None:
     assert world.post("/kv_cache", fraction=1).status_code == 200
 
 
+@pytest.fixture
+def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMSAVER_KV_CACHE", "1MiB..1GiB")
+
+
+@pytest.mark.usefixtures("bounds")
+def test_it_balances_itself(world: World) -> None:
+    """A resume brings back the lower bound; the cache grows again. vLLM's own application serves the routes."""
+    world.post("/release_memory_occupation").raise_for_status()
+    world.post("/resume_memory_occupation").raise_for_status()
+    wait_until(lambda: sizes(world)["bytes"] == sizes(world)["full_bytes"])
+    moves = world.http.get("/operations").json()["operations"]
+    assert [each["operation"] for each in moves if each["client"] == "memsaver-balance"] == ["resize"]
+
+
 def test_nothing_is_resized_while_other_memory_is_released(world: World) -> None:
     """A resize also writes to the tables of blocks."""
     world.post("/release_memory_occupation", tags=["runtime"]).raise_for_status()

@@ -41,7 +41,7 @@ class BlockLimit(PageLimit):
         super().__init__(total, least, max(1, round(cache.kv_cache_size_tokens / total)))
         wrap(self._pool, "free_blocks", self._free)
         wrap(self._pool, "get_cached_block", self._find)
-        wrap(self._pool, "reset_prefix_cache", self._recomputed.forget)
+        wrap(self._pool, "reset_prefix_cache", self._prefixes.forget)
 
     def in_use(self) -> tuple[int, int]:
         used = self._total - len(self._held) - self._pool.free_block_queue.num_free_blocks - 1
@@ -98,8 +98,12 @@ class BlockLimit(PageLimit):
         """Find no prefix on a block above the limit: a new request would keep the block in use."""
         found = get_cached_block(block_hash, *args, **kwargs)
         if not found:
-            self._recomputed.note(block_hash)
-        return None if found and any(block.block_id >= self._limit for block in found) else found
+            self._prefixes.computed(block_hash)
+        elif any(block.block_id >= self._limit for block in found):
+            return None
+        for block in found or ():
+            self._prefixes.found(block.block_id)
+        return found
 
 
 def obstacle(core: Any) -> str:

@@ -295,6 +295,7 @@ class CachePages:
         page_bytes: device memory of a page, all layers together.
         page_tokens: tokens that a page holds.
         recomputed: prefixes computed again since the start, as the cache had no room to keep them.
+        reused: how many hold prefixes that requests have found there in the last 20 to 40 seconds.
     """
 
     total: int
@@ -304,6 +305,7 @@ class CachePages:
     page_bytes: int
     page_tokens: int
     recomputed: int = 0
+    reused: int = 0
 
 
 @runtime_checkable

@@ -146,10 +146,10 @@ class Balancer:
 
 
 def wanted_bytes(cache: KvCacheAnswer, low: int, high: int, recomputed_s: float) -> int:
-    """Return the size that a cache wants: half more than is in use, or half more than it has if that is full or too
-    small for its prefixes, one of which was last computed again ``recomputed_s`` ago."""
+    """Return the size that a cache wants: half more than requests use and find again, or half more than it has if that
+    is full or too small for its prefixes, one of which was last computed again ``recomputed_s`` ago."""
     lacks = cache.used_bytes >= PRESSED * cache.bytes or recomputed_s < LACKS_S
-    base = cache.bytes if lacks else cache.used_bytes
+    base = cache.bytes if lacks else min(cache.bytes, cache.used_bytes + cache.reused_bytes)
     wanted = max(int(base * MORE), cache.bytes if recomputed_s < KEEPS_S else 0)
     return max(low, min(wanted, high, cache.full_bytes))
 

@@ -81,17 +81,16 @@ class EngineController(Controller[Operation]):
         self.lifecycle.fit_cache = None if self._cache is None else self._cache.fit
         self._metrics = EngineMetrics(self._monitor, self.lifecycle, self._cache, self.callers)
         self._id = uuid.uuid4().hex[:12]
+        self._held: dict[str, tuple[float, float]] = {}  # by coordinators: when each has asked first, and last
+        self._stall_loggers: dict[str, asyncio.Task[None]] = {}
         self._balancer: Balancer | None = None
         if bounds is not None and self._cache is not None:
             self._balancer = Balancer(self._cache, self.lifecycle, self._id)
             self.lifecycle.release_cache, self.lifecycle.ask_for_memory = self._balancer.release, self._balancer.ask
-        self._held: dict[str, tuple[float, float]] = {}  # by coordinators: when each has asked first, and last
-        self._stall_loggers: dict[str, asyncio.Task[None]] = {}
+            self._balancer.start()  # not in start(), which is not called in another application
 
     async def start(self) -> None:
         self._monitor.start()
-        if self._balancer is not None:
-            self._balancer.start()
 
     def close(self) -> None:
         self.closing.set()

@@ -211,6 +211,7 @@ class ElasticCache:
         sizes = {
             "bytes": pages.kept,
             "used_bytes": pages.used,
+            "reused_bytes": pages.reused,
             "smallest_bytes": max(1, pages.needed),
             "largest_bytes": min(pages.total, pages.kept + free_bytes(devices) // pages.page_bytes),
             "full_bytes": pages.total,

@@ -54,7 +54,7 @@ class SchedulerPages(PageLimit):
         wrap(allocator, "clear", self._clear)
         if not getattr(own.tree_cache, "disable", True):
             wrap(own.tree_cache, "cache_unfinished_req", self._note_computed)
-            wrap(own.tree_cache, "reset", self._recomputed.forget)
+            wrap(own.tree_cache, "reset", self._prefixes.forget)
 
     def in_use(self) -> tuple[int, int]:
         used = self._used()
@@ -119,11 +119,20 @@ class SchedulerPages(PageLimit):
         self._hold_free()
 
     def _note_computed(self, cache_unfinished_req: Function, req: Any, *args: Any, **kwargs: Any) -> None:
-        end = len(req.prefix_indices) + self._page_tokens
+        found = len(req.prefix_indices)
+        if found == getattr(req, "cached_tokens", found):  # else it has found what an earlier part of it computed
+            self._note_found(req.last_node)
+        end = found + self._page_tokens
         tokens = req.get_fill_ids() if hasattr(req, "get_fill_ids") else req.fill_ids
         if end <= len(tokens):
-            self._recomputed.note((req.extra_key, *tokens[:end]))
+            self._prefixes.computed((req.extra_key, *tokens[:end]))
         cache_unfinished_req(req, *args, **kwargs)
+
+    def _note_found(self, node: Any) -> None:
+        """Note the prefix that ends with ``node`` of SGLang's tree, whose root has no parent."""
+        while getattr(node, "parent", None) is not None:
+            self._prefixes.found(node.id, len(node.key) // self._page_tokens)
+            node = node.parent
 
     def _hold_free(self) -> None:
         self._allocator.merge_and_sort_free()
