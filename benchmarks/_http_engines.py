@@ -110,6 +110,8 @@ def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[float, l
 def _tokens(content: bytes) -> list[int]:
     lines = [line.removeprefix(b"data: ") for line in content.splitlines() if line.strip()]
     events = [json.loads(line) for line in lines if line != b"[DONE]"]
+    if failed := [event for event in events if "error" in event]:
+        raise RuntimeError(f"an answer ended with {failed[0]}")
     if "choices" in events[0]:  # vLLM sends the new tokens in each event, SGLang all until then
         return [token for event in events for token in event["choices"][0]["token_ids"] or ()]
     found: list[int] = events[-1]["output_ids"]

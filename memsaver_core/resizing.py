@@ -11,7 +11,7 @@ from memsaver_core import _native, hibernation, process
 from memsaver_core.contract.errors import ConfigurationError, UnsupportedError
 from memsaver_core.contract.reports import ResizeReport
 from memsaver_core.contract.requests import ResizeKvCache
-from memsaver_core.release_resume import check_tags, status, with_room
+from memsaver_core.release_resume import check_tags, status
 from memsaver_core.storages import is_plain
 
 #: The tag of the memory that engines resize.
@@ -58,7 +58,8 @@ def resize(
     ranges = _ranges(saver, list(unused or ()))
     kept = 1.0 if fraction is None else fraction
     backend.note_release([tag])
-    result = with_room(lambda: saver.resize(tag, ranges, kept))
+    # Not by emptying torch's cache if memory is short: the engine's next step takes it from there.
+    result = saver.resize(tag, ranges, kept)
     sums = {name: sum(each[name] for each in result["tags"]) for name in ("bytes", "released_bytes", "resumed_bytes")}
     return ResizeReport(tag=tag, seconds=result["seconds"], shrunk_bytes=_bytes_of(tag, "shrunk_bytes"), **sums)
 

@@ -7,8 +7,8 @@ from math import inf
 
 import pytest
 
-from memsaver_core.contract.status import KvCacheAnswer
-from memsaver_server.engine.balance import Row, target_bytes, wanted_bytes
+from memsaver_core.contract.status import DeviceMemory, KvCacheAnswer, Status, TagStatus
+from memsaver_server.engine.balance import Row, outside_bytes, target_bytes, wanted_bytes
 from memsaver_server.settings import Settings
 
 TOTAL = 1000
@@ -93,6 +93,32 @@ def test_many_engines_with_changing_demands() -> None:
 )
 def test_a_resume_gets_what_it_lacks(mine: tuple[int, int], needs: int, free: int, size: int) -> None:
     assert target_bytes(Row(0.0, *mine), [Row(0.0, 0, 0, needs)], free, 100) == size
+
+
+@pytest.mark.parametrize(
+    ("mine", "spare", "others", "free", "size"),
+    [
+        ((300, 600), 100, 150, 400, 450),  # what is spare for each is not taken
+        ((300, 600), 100, 150, 200, 250),  # what is missing of it is given back
+        ((300, 600), 500, 150, 0, 100),
+    ],
+)
+def test_what_an_engine_needs_outside_its_cache_stays_free(
+    mine: tuple[int, int], spare: int, others: int, free: int, size: int
+) -> None:
+    assert target_bytes(Row(0.0, *mine, spare=spare), [Row(0.0, 100, 100, spare=others)], free, 100) == size
+
+
+@pytest.mark.parametrize(("driver", "process", "outside"), [("cuda", 900, 150), ("cuda", None, 0), ("host", 900, 0)])
+def test_what_an_engine_has_outside_its_regions(driver: str, process: int | None, outside: int) -> None:
+    sizes = dict.fromkeys(("bytes", "resident_bytes", "released_bytes", "retained_bytes", "backed_up_bytes"), 0)
+    counts = {**sizes, "allocations": 1, "chunks": 1, "mapped_by_device": {0: 500, 1: 700}}
+    tags = [TagStatus(tag=tag, restore="host", state="resident", **counts) for tag in ("weights", "kv_cache")]
+    status = Status(enabled=True, driver=driver, state="resident", tags=tuple(tags))
+    read = {"uuid": "", "name": "", "total_bytes": TOTAL, "used_bytes": TOTAL}
+    own = None if process is None else process + 250
+    devices = [DeviceMemory(index=index, **read, process_bytes=own) for index in (0, 1)]
+    assert outside_bytes(status, devices) == outside
 
 
 @pytest.mark.parametrize("bounds", ["4GiB", "4GiB..", "40GiB..4GiB", "a..b", "-1..5"])

@@ -135,8 +135,11 @@ def _with_workspaces_of_stream(graph_capture: Function, *args: Any, **kwargs: An
         yield context
 
 
-def _prepare_backup(compile_or_warm_up_model: Function, *args: Any, **kwargs: Any) -> Any:
-    result = compile_or_warm_up_model(*args, **kwargs)
+def _ready(compile_or_warm_up_model: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = compile_or_warm_up_model(self, *args, **kwargs)
+    if ms.core_settings().kv_cache_piece and (nbytes := getattr(self, "peak_activation_memory", 0)):
+        # No cache that grows may take what vLLM's largest step needs: torch's cache has it from now on.
+        torch.empty(nbytes, dtype=torch.uint8, device=self.device)
     ms.prepare_backup()  # all that a sleep keeps is allocated by now, so host memory for it can be pinned
     return result
 
@@ -419,7 +422,7 @@ WRAPPERS: dict[str, dict[str, Function]] = {
     "vllm.v1.worker.gpu_worker": {
         "Worker.init_device": _complete_device,
         "Worker.initialize_from_config": _with_cache_alone,
-        "Worker.compile_or_warm_up_model": _prepare_backup,
+        "Worker.compile_or_warm_up_model": _ready,
         "Worker.sleep": _asleep,
         "Worker.wake_up": _without_early_buffers,
     },

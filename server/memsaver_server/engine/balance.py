@@ -6,6 +6,8 @@ directs the others. A row that is old is not counted: that engine ended, sleeps 
 
 A release leaves the cache with its smallest size, so that the engine comes back with little; then it grows to what it
 had, as far as there is memory. A resume that is short of memory all the same asks the others for it.
+
+A release also empties torch's cache. What an engine has used outside its regions before stays free for its next steps.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from pydantic import Field, TypeAdapter
 from memsaver_core.contract.errors import MemsaverError
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import ResizeKvCache
-from memsaver_core.contract.status import DeviceMemory, KvCacheAnswer
+from memsaver_core.contract.status import DeviceMemory, KvCacheAnswer, Status
 from memsaver_server.engine.kv_cache import ElasticCache, free_bytes
 from memsaver_server.engine.lifecycle import Lifecycle
 from memsaver_server.operation.operation import BALANCER, Operation
@@ -59,6 +61,7 @@ class Row(NamedTuple):
     bytes: _Size
     wanted: _Size
     resume: _Size = 0  # to be freed for a resume of the engine, which is short of memory and has no cache yet
+    spare: _Size = 0  # to be left free: the engine may need it again outside its regions
 
 
 _ROWS = TypeAdapter(dict[str, Row])
@@ -77,6 +80,7 @@ class Balancer:
         self._tried_at = 0.0
         self._recomputed, self._recomputed_at = 0, -KEEPS_S
         self._last: Operation | None = None
+        self._outside = 0  # the most bytes that the engine had outside its regions
 
     def start(self) -> None:
         start_thread("memsaver-balance", self._run)
@@ -132,12 +136,14 @@ class Balancer:
         wanted = wanted_bytes(cache, low, high, at - self._recomputed_at)
         if at < self._had_until:
             wanted = max(wanted, min(self._had, high, cache.full_bytes))
-        mine = Row(at, cache.bytes, wanted)
+        outside = outside_bytes(self._lifecycle.memory.status(), devices)
+        self._outside = max(self._outside, outside)
+        mine = Row(at, cache.bytes, wanted, spare=self._outside - outside)
         with _rows(devices) as rows:
             others = [row for name, row in rows.items() if name != self._name]
             rows[self._name] = mine
         step = max(cache.page_bytes, int(cache.full_bytes * STEP))
-        target = target_bytes(mine, others, max(0, free_bytes(devices) - step), low)
+        target = target_bytes(mine, others, free_bytes(devices) - step, low)
         if abs(target - cache.bytes) < step:
             return
         if self._last is None or self._last.error is None or time.monotonic() - self._tried_at > DRAIN_S:
@@ -154,18 +160,34 @@ def wanted_bytes(cache: KvCacheAnswer, low: int, high: int, recomputed_s: float)
     return max(low, min(wanted, high, cache.full_bytes))
 
 
+def outside_bytes(status: Status, devices: Sequence[DeviceMemory]) -> int:
+    """Return the memory that the engine's processes have outside their regions on the device where that is most; 0 if
+    the driver does not count by process."""
+    if status.driver == "host":  # a host device holds only regions
+        return 0
+    return max(
+        (
+            each.process_bytes - sum(tag.mapped_by_device.get(each.index, 0) for tag in status.tags)
+            for each in devices
+            if each.process_bytes is not None
+        ),
+        default=0,
+    )
+
+
 def target_bytes(mine: Row, others: Sequence[Row], free: int, low: int) -> int:
     """Return the size that a cache should have, while ``free`` bytes of the device are unused. It gives others what
     they lack: what it does not want or, if that is more, what it has above an equal share, up to their shares. For
-    resumes, which are more urgent than the size of a cache, it gives all that it has above ``low``."""
-    resumes = sum(row.resume for row in others)
+    resumes and spare memory, which are more urgent than the size of a cache, it gives all that it has above ``low``."""
+    left = free - mine.spare - sum(row.resume + row.spare for row in others)
+    free = max(0, left)
     caches = [row for row in others if not row.resume]
     share = (free + mine.bytes + sum(row.bytes for row in caches)) // (1 + len(caches))
     lacking = sum(max(0, row.wanted - row.bytes) for row in caches) - free
     entitled = sum(max(0, min(row.wanted, share) - row.bytes) for row in caches) - free
-    due = min(mine.bytes - low, resumes - free)
+    due = min(mine.bytes - low, -left)
     gives = max(0, min(mine.bytes - mine.wanted, lacking), min(mine.bytes - share, entitled), due)
-    return mine.bytes - gives if gives else mine.bytes + max(0, min(mine.wanted - mine.bytes, free - resumes))
+    return mine.bytes - gives if gives else mine.bytes + max(0, min(mine.wanted - mine.bytes, free))
 
 
 @contextmanager
