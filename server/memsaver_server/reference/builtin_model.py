@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from memsaver_server.reference.weights import fill_random
 
 #: Part of the folder's name: change it whenever the recipe below changes.
 _RECIPE = "small-qwen2-1"
-_transformers: Any = transformers  # typed in some versions only
 
 
 def small_checkpoint() -> Path:
@@ -36,7 +35,7 @@ def small_checkpoint() -> Path:
 
 
 def _write_small(folder: Path) -> Path:
-    config = _transformers.Qwen2Config(
+    config = Qwen2Config(
         vocab_size=256,
         hidden_size=256,
         intermediate_size=1024,
@@ -49,7 +48,7 @@ def _write_small(folder: Path) -> Path:
         eos_token_id=None,
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model = _transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         fill_random(model, seed=20260)
         model.lm_head.weight[:32] = model.lm_head.weight[127:] = 0.0  # so that greedy output is printable
     with tempfile.TemporaryDirectory(dir=folder.parent) as staging:
@@ -70,4 +69,4 @@ def byte_level() -> Any:
     backend = Tokenizer(models.BPE(vocab={character: byte for byte, character in characters.items()}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return _transformers.PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)

@@ -17,10 +17,6 @@ from memsaver_server.reference import weights
 from memsaver_server.reference.attention import Pair, SlotCache, distances
 from memsaver_server.reference.builtin_model import small_checkpoint
 
-# Typed in some versions of torch and transformers only.
-_cuda: Any = torch.cuda
-_DynamicCache: Any = DynamicCache
-
 #: The tokens of the verification prompt, and of the answer to it; together less than a chunk.
 _VERIFY_PROMPT = 16
 _VERIFY_TOKENS = 8
@@ -91,8 +87,8 @@ class ModelRunner:
         self._batch_sizes = sorted(set(options.batch_sizes))
         self.max_batch = self._batch_sizes[-1]
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self._stream = _cuda.Stream(self._device) if on_gpu else None
-        self._on_stream: Any = _cuda.stream(self._stream) if on_gpu else nullcontext()
+        self._stream = torch.cuda.Stream(self._device) if on_gpu else None
+        self._on_stream: Any = torch.cuda.stream(self._stream) if on_gpu else nullcontext()
         self._update: dict[str, Tensor] = {}
         self.unwritten_weights: frozenset[str] = frozenset()
         with torch.no_grad(), self._on_stream:
@@ -220,7 +216,7 @@ class ModelRunner:
         self.length = min(max_len, most) // self.chunk * self.chunk
         if self.length < self.chunk:
             raise ValueError(f"max_len must be at least {self.chunk} tokens for this engine and model, not {max_len}")
-        probe, token = _DynamicCache(), torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        probe, token = DynamicCache(), torch.zeros(1, 1, dtype=torch.long, device=self._device)
         with ms.region("workspace"):  # for what libraries allocate at their first use
             self.vocabulary = int(self._forward(token, token, probe, 1).shape[-1])
         if not probe.layers or not all(each.is_initialized for each in probe.layers):

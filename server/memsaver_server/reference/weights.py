@@ -15,20 +15,15 @@ from typing import Any
 
 import safetensors.torch
 import torch
-import torch.distributed
+import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import memsaver_core as ms
 from memsaver_core.lending import is_lent
 from memsaver_server.reference.attention import ATTENTION_NAME
-
-# Typed in part, or in some versions only.
-_dist: Any = torch.distributed
-_Models: Any = AutoModelForCausalLM
-_GenerationConfig: Any = transformers.GenerationConfig
 
 #: The types in which updates may carry weights; a cast from any other would give useless values.
 UPDATE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -120,13 +115,13 @@ def divide(model: Any, rank: int, ranks: int) -> Partition:
 
 
 def _add_up(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    _dist.all_reduce(output)
+    dist.all_reduce(output)
     return output
 
 
 def _gather(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    parts = [torch.empty_like(output) for _ in range(_dist.get_world_size())]
-    _dist.all_gather(parts, output)
+    parts = [torch.empty_like(output) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, output)
     return torch.cat(parts, dim=-1)
 
 
@@ -143,7 +138,7 @@ def load_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> Any:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a checkpoint folder: it has no config.json")
     try:
-        model = _Models.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype or "auto", local_files_only=True, attn_implementation=ATTENTION_NAME
         )
     except SafetensorError as error:
@@ -165,7 +160,7 @@ def load_part(
             return model.to(device), partition
     dtype = dtype or config.dtype or torch.float32
     with torch.device("meta"):
-        model = _ready(_Models.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME))
+        model = _ready(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME))
     model.tie_weights()
     partition = divide(model, rank, ranks)
     with ms.region("weights"):
@@ -186,7 +181,7 @@ def load_part(
             own[name].copy_(partition.part(name, whole))
 
     if seed is None and (path / "generation_config.json").is_file():
-        model.generation_config = _GenerationConfig.from_pretrained(str(path))
+        model.generation_config = GenerationConfig.from_pretrained(str(path))
     revision = ms.revision_of(path) if seed is None else f"{ms.revision_of(path)}, seed {seed}"
     program = f"transformers {transformers.__version__}"
     key = ms.WeightsKey(str(path), revision, str(dtype), rank=rank, ranks=ranks, program=program)
