@@ -88,6 +88,7 @@ def divide(model: Any, rank: int, ranks: int) -> Partition:
         raise ValueError(f"{type(model).__name__} has no tensor-parallel plan; serve it with tensor_parallel=1")
     users = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
     dims: dict[str, int] = {}
+    partition = Partition(rank, ranks, dims)
     for name, module in model.named_modules():
         style = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), None)
         if style is None or style in _WHOLE:
@@ -99,18 +100,13 @@ def divide(model: Any, rank: int, ranks: int) -> Partition:
             )
         if users[module.weight] > 1:
             continue
-        dims[f"{name}.weight"] = 1 if style == "rowwise" else 0
-        if module.bias is not None:
-            dims[f"{name}.bias"] = -1 if style == "rowwise" else 0
+        for kind, whole in dict(module.named_parameters()).items():
+            dims[f"{name}.{kind}"] = (1 if kind == "weight" else -1) if style == "rowwise" else 0
+            part = partition.part(f"{name}.{kind}", whole).clone(memory_format=torch.contiguous_format)
+            setattr(module, kind, nn.Parameter(part, requires_grad=False))
+        module.out_features, module.in_features = module.weight.shape
         if style != "colwise":
             module.register_forward_hook(_add_up if style == "rowwise" else _gather)
-    partition = Partition(rank, ranks, dims)
-    for name in dims:
-        layer, _, kind = name.rpartition(".")
-        module = model.get_submodule(layer)
-        part = partition.part(name, getattr(module, kind)).clone(memory_format=torch.contiguous_format)
-        setattr(module, kind, nn.Parameter(part, requires_grad=False))
-        module.out_features, module.in_features = module.weight.shape
     return partition
 
 
