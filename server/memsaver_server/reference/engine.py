@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -36,7 +35,6 @@ class TransformersEngine(Scheduler):
         self.device = options.device_of(0)
         self.model_name = str(options.path) if options.random_weights or model else options.path.name
         self._tokenizer = byte_level() if options.random_weights is not None else _load_tokenizer(options.path)
-        self._updating = threading.Lock()
         self._group: RankGroup | None = None
         if options.tensor_parallel == 1:
             super().__init__(partial(ModelRunner, options))
@@ -58,14 +56,10 @@ class TransformersEngine(Scheduler):
 
     def repair(self, tags: Sequence[str], lost: Sequence[str]) -> Collection[str]:
         """See ``Engine``. Lost graphs are captured again; lost weights are left to an update."""
-
-        def repair() -> None:
-            self.runner.repair(lost)
-            if "kv_cache" in lost:
-                self.forget_cache()
-
         if lost:
-            self.call(repair)
+            self.call(partial(self.runner.repair, lost))
+        if "kv_cache" in lost:
+            self.call(self.forget_cache)
         return [tag for tag in lost if tag != "weights"]
 
     def verify_tokens(self) -> list[int]:
@@ -131,19 +125,19 @@ class TransformersEngine(Scheduler):
         atexit.unregister(self.close)
 
     def _update(self, flush_cache: bool, abort_all_requests: bool, **source: Any) -> int:
-        """Have all ranks read an update, and write it once all have. Returns how many tensors were written."""
+        """Have all ranks read an update, and write it once all have. Returns how many tensors were written. The service
+        makes one update at a time."""
 
         def write() -> int:
             written = self.runner.write_update()
             if flush_cache:
                 self.forget_cache()
-            return len(written)
+            return written
 
-        with self._updating:
-            self.runner.read_update(**source)
-            if abort_all_requests:
-                self.abort_all()
-            return self.call(write)
+        self.runner.read_update(**source)
+        if abort_all_requests:
+            self.abort_all()
+        return self.call(write)
 
     def _parse(self, request: dict[str, Any]) -> Request:
         text, ids = request.get("text"), request.get("input_ids")

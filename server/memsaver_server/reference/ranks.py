@@ -51,9 +51,6 @@ _LOOK_S = 1.0
 #: Off unless set: a captured graph hangs if NCCL has registered its memory and that was remapped; a process with NVLS
 #: memory cannot be checkpointed; torch's monitors end a process that waits for a rank or is hibernated.
 _OFF = ("NCCL_GRAPH_REGISTER", "NCCL_NVLS_ENABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
-#: Methods that rank 0 calls itself and sends to the other ranks, which do not answer.
-_UNANSWERED = ("compute", "repair")
 
 
 class RanksFailedError(MemsaverError, kind="ranks_failed"):
@@ -74,7 +71,7 @@ class RankGroup:
                 "default process group, so serve it in a separate process"
             )
         ranks, self._options = options.tensor_parallel, options
-        self.failed: Future[str] = Future()
+        self.failed: Future[Any] = Future()
         self._channel = SocketChannel(None, ())
         self._closed = threading.Event()
         self._aborting = threading.Lock()
@@ -88,10 +85,9 @@ class RankGroup:
         self._listener = Listener(ranks)
         # Linux sends it when the thread that started the processes ends: only the main thread surely outlives them.
         at_end = signal.SIGKILL if threading.current_thread() is threading.main_thread() else 0
-        what = [self._listener.path, meeting, pickle.dumps(options).hex(), str(int(at_end))]
-        command = [*PYTHON, "-m", __name__, *what]
+        what = pickle.dumps((self._listener.path, meeting, options, at_end)).hex()
         self._processes = {  # they write to standard error alone: standard output belongs to the service
-            rank: subprocess.Popen([*command, str(rank)], stdin=subprocess.DEVNULL, stdout=2)
+            rank: subprocess.Popen([*PYTHON, "-m", __name__, what, str(rank)], stdin=subprocess.DEVNULL, stdout=2)
             for rank in range(1, ranks)
         }
         self._watch = ProcessWatch([process.pid for process in self._processes.values()], self._ended)
@@ -102,7 +98,7 @@ class RankGroup:
         _join(self._store, 0, self._options)
         runner = LeadingRunner(self, self._options)
         connected = started(lambda: self._listener.accept(LIMITS_S["load"]))
-        self._first(connected)
+        wait_for({connected, self.failed}, return_when=FIRST_COMPLETED)
         self.check()
         self._channel = SocketChannel(_answer_for(runner), connected.result())
         self.memory = RankMemory(self._channel)
@@ -112,7 +108,7 @@ class RankGroup:
     def load(self, runner: Future[ModelRunner]) -> ModelRunner:
         """Return the result of a thread that calls ``make_runner``; raise RanksFailedError, or as ``ModelRunner``."""
         with self._bounded("load"):
-            self._first(runner)
+            wait_for({runner, self.failed}, return_when=FIRST_COMPLETED)
         wait_for({runner}, END_S)  # it ends after a failure too, unless its thread waits for a rank to join the group
         if not runner.done() or not isinstance(runner.exception(), ValueError | None):
             self.check()
@@ -173,10 +169,6 @@ class RankGroup:
         if self._aborting.acquire(timeout=END_S) and _in_group():  # not acquired: an abort still runs inside NCCL
             dist.destroy_process_group()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _first(self, done: Future[Any]) -> None:
-        """Wait for ``done``, or until the ranks have failed."""
-        wait_for({done, self.failed}, return_when=FIRST_COMPLETED)
 
     @contextmanager
     def _bounded(self, what: str) -> Iterator[None]:
@@ -239,8 +231,8 @@ class LeadingRunner(ModelRunner):
     def read_update(self, *_: Any, **source: Any) -> None:
         self._group.ask("read_update", **source)
 
-    def write_update(self) -> list[str]:
-        return list(self._group.ask("write_update")[0]["result"])
+    def write_update(self) -> int:
+        return int(self._group.ask("write_update")[0]["result"])
 
 
 def _answer_for(runner: ModelRunner) -> Callable[[Plain], Any]:
@@ -259,7 +251,7 @@ def _answer_for(runner: ModelRunner) -> Callable[[Plain], Any]:
             if method != "read_update":
                 raise
             return {"error": str(error), "invalid": isinstance(error, (ValueError, OSError))}
-        return None if method in _UNANSWERED else {"result": result}
+        return None if method in ("compute", "repair") else {"result": result}  # rank 0 goes on without an answer
 
     return answer
 
@@ -281,16 +273,16 @@ def _in_group() -> bool:
     return dist.is_initialized() and communicators.usable() and not hibernation.is_hibernated()
 
 
-def main(path: str, meeting: str, pickled: str, at_end: str, number: str) -> None:
+def main(pickled: str, number: str) -> None:
     """Make the runner of one rank, and call the methods that rank 0 sends until it closes the connection. Ends at once
     with rank 0's process, even in the middle of a step; by the signal ``at_end``, if not 0, also while it is stopped.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(at_end))
+    path, meeting, options, at_end = pickle.loads(bytes.fromhex(pickled))
+    rank = int(number)
+    ctypes.CDLL(None).prctl(1, at_end)  # PR_SET_PDEATHSIG
     for ignored in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager: rank 0 ends this process
         signal.signal(ignored, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), name="memsaver-parent", daemon=True).start()
-    options: Options = pickle.loads(bytes.fromhex(pickled))
-    rank = int(number)
     _join(dist.FileStore(meeting, options.tensor_parallel), rank, options)
     serve(path, rank, _answer_for(ModelRunner(options, rank)))
     os._exit(0)  # the driver takes all memory back; torch would first wait for the other ranks

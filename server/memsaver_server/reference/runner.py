@@ -17,14 +17,6 @@ from memsaver_server.reference import weights
 from memsaver_server.reference.attention import Pair, SlotCache, distances
 from memsaver_server.reference.builtin_model import small_checkpoint
 
-#: The tokens of the verification prompt, and of the answer to it; together less than a chunk.
-_VERIFY_PROMPT = 16
-_VERIFY_TOKENS = 8
-
-#: KV cache memory comes and goes in pieces of this size; on the host a slot's keys in a layer of the built-in model.
-_CHUNK_BYTES_ON_GPU = 32 << 20
-_CHUNK_BYTES_ON_HOST = 256 << 10
-
 #: The number by which rows use the spare slot, which is the first in memory and which no request gets.
 _SPARE = -1
 
@@ -54,12 +46,10 @@ class Options:
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise ValueError(f"batch_sizes must name positive numbers, not {list(self.batch_sizes)}")
         ranks, last = self.tensor_parallel, self.device_of(self.tensor_parallel - 1)
-        if ranks < 1:
-            raise ValueError(f"tensor_parallel must be at least 1, not {ranks}")
         if last.type == "cuda" and (needed := last.index + 1) > (there := torch.cuda.device_count()):
             raise ValueError(f"tensor_parallel={ranks} needs {needed} devices; there are {there}")
         self.path = Path(self.random_weights or self.model or small_checkpoint())
-        if ranks > 1:
+        if ranks != 1:
             weights.check_divisible(weights.load_config(self.path), ranks)
 
     def device_of(self, rank: int) -> torch.device:
@@ -125,13 +115,12 @@ class ModelRunner:
             return likeliest
 
     def verify_tokens(self) -> list[int]:
-        """Return the tokens that follow a fixed prompt. Uses the spare slot, which no request gets."""
-        ids = [token % self.vocabulary for token in range(1, _VERIFY_PROMPT + 1)]
-        cached = 0
-        while len(ids) < _VERIFY_PROMPT + _VERIFY_TOKENS:
-            ids += self.compute([(_SPARE, cached, ids[cached:])])
-            cached = len(ids) - 1
-        return ids[_VERIFY_PROMPT:]
+        """Return the 8 tokens that follow a fixed prompt of less than a chunk. Uses the spare slot."""
+        ids = [token % self.vocabulary for token in range(1, 17)]
+        answer = self.compute([(_SPARE, 0, ids)])
+        for position in range(len(ids), len(ids) + 7):
+            answer += self.compute([(_SPARE, position, answer[-1:])])
+        return answer
 
     def read_update(self, folder: str = "", payload: Sequence[str] = (), load_format: str | None = None) -> None:
         """Read a checkpoint folder, or the payload of a request, for ``write_update``. Raises ValueError or OSError if
@@ -142,15 +131,15 @@ class ModelRunner:
             whole = weights.read_payload(payload, load_format)
         self._update = weights.check_update(self.model, whole, self.partition, complete=bool(folder))
 
-    def write_update(self) -> list[str]:
-        """Write the update that was read over the model's tensors; return their names. Only between two steps."""
+    def write_update(self) -> int:
+        """Write the update that was read over the model's tensors; return how many. Only between two steps."""
         parts, self._update = self._update, {}
         self.model.load_state_dict(parts, strict=False)
         self.check()
         own = self.model.state_dict(keep_vars=True)
         written = {own[name] for name in parts}  # tied tensors have several names
         self.unwritten_weights = frozenset(name for name in self.unwritten_weights if own[name] not in written)
-        return list(parts)
+        return len(parts)
 
     def repair(self, lost: Sequence[str]) -> None:
         """Restore what the tags ``lost`` had; of the weights only what is computed at load: updates write the rest."""
@@ -182,9 +171,8 @@ class ModelRunner:
 
     def _step(self, shape: tuple[int, int]) -> None:
         """Compute the static outputs from the static inputs of ``shape``, by its graph if it has one."""
-        graph = self.graphs.get(shape)
-        if graph is not None:
-            graph.replay()
+        if shape in self.graphs:
+            self.graphs[shape].replay()
             return
         batch, tokens = shape
         inputs = self._inputs[shape]
@@ -240,8 +228,8 @@ class ModelRunner:
             keys, values = (zeros(count, heads, self.length, dim, dtype=dtype) for dim in (key, value))
             return keys, values
 
-        chunk_bytes = _CHUNK_BYTES_ON_GPU if self._device.type == "cuda" else _CHUNK_BYTES_ON_HOST
-        with ms.region("kv_cache", chunk_bytes=chunk_bytes):
+        # The cache's memory comes and goes in pieces; on the host a slot's keys in a layer of the built-in model.
+        with ms.region("kv_cache", chunk_bytes=32 << 20 if self._device.type == "cuda" else 256 << 10):
             layers = [pair(self.slots + 1, shape) for shape in shapes]
         with ms.region("workspace"):
             scratch = {shape: pair(self.max_batch, shape) for shape in set(shapes)}

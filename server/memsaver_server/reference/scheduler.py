@@ -71,11 +71,9 @@ class SlotTable:
         self._held = [[]] * len(self._held)
 
     def _common(self, slot: int, ids: Sequence[int]) -> int:
-        held, common = self._held[slot], 0
-        end = min(len(held), len(ids) - 1)
-        while (upto := common + self._chunk) <= end and held[common:upto] == ids[common:upto]:
-            common = upto
-        return common
+        held = self._held[slot]
+        ends = range(self._chunk, min(len(held), len(ids) - 1) + 1, self._chunk)
+        return max((end for end in ends if held[:end] == ids[:end]), default=0)
 
 
 class Scheduler:
