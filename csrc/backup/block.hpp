@@ -13,6 +13,10 @@ namespace memsaver {
 // never spans two allocations, so freeing one leaves no partial backup.
 inline const std::size_t kBlockBytes = 32 * kSizeUnit;
 
+// Returns the memory that packed content of `bytes` gets. What it packs to after a change may be a little larger or
+// smaller: rounding lets it keep its memory.
+[[nodiscard]] inline std::size_t round_packed(std::size_t bytes) { return round_up(bytes, kBlockBytes / 128); }
+
 // A part of an allocation that holds content, or of the backup file.
 struct Extent {
   std::size_t offset = 0;  // in the allocation or the file

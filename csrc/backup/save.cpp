@@ -431,10 +431,9 @@ class SaveTask {
     batch.copied.push_back(changed);
   }
 
-  // Packed content that changes may become a little larger or smaller: rounding lets it keep its memory.
   void copy_to_memory(Block& block, Address base, const std::vector<Extent>& extents, std::size_t packed_bytes) {
     std::size_t bytes = sum_of(extents);
-    if (packed_bytes != 0) bytes = round_up(bytes, kBlockBytes / 128);
+    if (packed_bytes != 0) bytes = round_packed(bytes);
     {
       const Stopwatch watch(seconds_.host_memory);
       const bool taken = block.shared && shared_->take(block, bytes, left_bytes_);
@@ -556,7 +555,7 @@ void Pipeline::expect(std::vector<ContentBlock>& blocks) {
   try {
     const std::vector<PackEstimate> expected = packing.plan(items, kernels);
     for (std::size_t i = 0; i < sampled.size(); ++i) {
-      sampled[i]->expected_bytes = round_up(expected[i].bytes, kBlockBytes / 128);
+      sampled[i]->expected_bytes = round_packed(expected[i].bytes);
     }
   } catch (...) {
     quiesce();

@@ -19,7 +19,7 @@ std::vector<unsigned char> packed_form(const void* content, std::size_t bytes, s
   const PackPlan plan = plan_packing(sample, bytes).plan;
   std::vector<unsigned char> packed(plan.worth_it() ? packed_limit(bytes) : 0);
   packed_bytes = packed.empty() ? 0 : pack_on_host(plan, content, bytes, packed.data(), packed.size());
-  packed.resize(round_up(packed_bytes, kBlockBytes / 128));
+  packed.resize(round_packed(packed_bytes));
   return packed;
 }
 
