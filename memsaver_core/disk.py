@@ -1,4 +1,4 @@
-"""Disk space for backups in files: what is free, and what a prepared release holds until it moves memory."""
+"""Disk space for backups in files: what is free, and what a prepared release reserves until it moves memory."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from typing import IO
 from memsaver_core import _native, process
 from memsaver_core.contract.errors import DiskFullError
 
-_held: IO[bytes] | None = None
+_reserved: IO[bytes] | None = None
 
 #: Whether files in a folder take memory of the host.
 is_in_memory = _native.is_in_memory
 
 
 def free_bytes() -> int:
-    """Return what is free for backups in files, with what ``hold`` holds; 0 if their folder cannot be used."""
-    folder = process.settings().file_dir
+    """Return what is free for backups in files, with what ``reserve`` took; 0 if their folder cannot be used."""
+    folder = process.core_settings().file_dir
     try:
         disk = os.statvfs(folder)
     except OSError:
         return 0
     free = disk.f_bavail * disk.f_frsize
     free = min(free, _native.available_memory_bytes()) if is_in_memory(folder) else free
-    return free + (0 if _held is None else os.fstat(_held.fileno()).st_size)
+    return free + (0 if _reserved is None else os.fstat(_reserved.fileno()).st_size)
 
 
 def number() -> int:
     """Return the number of the file system for backups in files on this host; 0 if their folder cannot be used."""
     try:
-        return os.stat(process.settings().file_dir).st_dev
+        return os.stat(process.core_settings().file_dir).st_dev
     except OSError:
         return 0
 
 
 def full(needed: int, free: int) -> DiskFullError:
     return DiskFullError(
-        f"the backups need {needed} bytes on the file system of {process.settings().file_dir}, and {free} are free; "
-        "free disk space, or set MEMSAVER_FILE_DIR to a larger file system",
+        f"the backups need {needed} bytes on the file system of {process.core_settings().file_dir}, and {free} are "
+        "free; free disk space, or set MEMSAVER_FILE_DIR to a larger file system",
         needed,
         free,
     )
 
 
-def hold(size: int) -> None:
-    """Hold disk space, so that no other process takes it before ``drop``, which the next release calls as well; do
-    nothing where the file system cannot hold space. Raises DiskFullError if there is not so much: nothing is held."""
-    global _held
+def reserve(size: int) -> None:
+    """Take disk space, so that no other process does before ``drop``, which the next release calls as well; do nothing
+    where the file system cannot reserve space. Raises DiskFullError if there is not so much: nothing is taken."""
+    global _reserved
     drop()
     if size == 0:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     try:
-        file = tempfile.TemporaryFile(dir=process.settings().file_dir)  # noqa: SIM115  # open until drop()
+        file = tempfile.TemporaryFile(dir=process.core_settings().file_dir)  # noqa: SIM115  # open until drop()
     except OSError:  # the release reports why
         return
     if libc.fallocate(file.fileno(), 0, ctypes.c_long(0), ctypes.c_long(size)) == 0:
-        _held = file
+        _reserved = file
         return
     code = ctypes.get_errno()
     file.close()
@@ -68,8 +68,8 @@ def hold(size: int) -> None:
 
 
 def drop() -> None:
-    """Give back what ``hold`` took, if anything."""
-    global _held
-    if _held is not None:
-        _held.close()
-        _held = None
+    """Give back what ``reserve`` took, if anything."""
+    global _reserved
+    if _reserved is not None:
+        _reserved.close()
+        _reserved = None

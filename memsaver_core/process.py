@@ -24,16 +24,13 @@ _saver: _native.Saver | None = None
 _pid: int | None = None
 
 
-def settings() -> CoreSettings:
+def core_settings() -> CoreSettings:
     """Return the settings in force: what ``configure`` was given, on top of the environment. Raises ConfigurationError
     if an environment variable has a value that cannot be used."""
     global _settings
     if _settings is None:
         _settings = CoreSettings()
     return _settings
-
-
-core_settings = settings
 
 
 def configure(**values: Any) -> None:
@@ -48,14 +45,14 @@ def configure(**values: Any) -> None:
 
 def enabled() -> bool:
     """Return whether memsaver does anything in this process."""
-    return settings().enabled
+    return core_settings().enabled
 
 
 def backend() -> Backend:
     """Return the kind of device that is used; before the saver exists, the one that would be used now."""
     if _backend is not None:
         return _backend
-    values = settings()
+    values = core_settings()
     driver: str = values.driver if values.enabled else "none"
     if driver == "auto":
         driver = "cuda" if torch.cuda.is_available() and not _native.cuda_missing() else "host"
@@ -98,7 +95,7 @@ def saver() -> _native.Saver:
 
 def _make_saver() -> None:
     global _saver, _backend, _pid
-    values, kind = settings(), backend()
+    values, kind = core_settings(), backend()
     kind.prepare()
     made = _native.Saver(
         driver=kind.name,

@@ -199,7 +199,7 @@ def prepare_backup(*, wait: bool = False) -> None:
     cache lacks, in a quarter of a second each. With ``wait``, return when it is done. Without this the first release is
     slower and packs nothing. Does nothing with MEMSAVER_PREPARE_BACKUP=0. Raises OutOfHostMemoryError, only with
     ``wait``, if host memory is short."""
-    if not (process.enabled() and process.settings().prepare_backup):
+    if not (process.enabled() and process.core_settings().prepare_backup):
         return
     saver = process.saver()
     saver.prepare_backup()

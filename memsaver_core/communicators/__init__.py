@@ -101,7 +101,7 @@ class Communicators:
 
     def can_suspend(self) -> bool:
         """Return whether memsaver may suspend communicators, and the loaded NCCL can. Calls no driver."""
-        library = None if process.settings().communicators == "off" else loaded()
+        library = None if process.core_settings().communicators == "off" else loaded()
         return library is not None and library.version >= SUSPENDS
 
     def usable(self) -> bool:
@@ -210,7 +210,7 @@ class Communicators:
             held = each.held()
         except (MemsaverError, RuntimeError) as error:
             return CommunicatorStatus(**about, obstacle=f"{error}; unset NCCL_DISABLE_MEM_MANAGER if it is set")
-        off = process.settings().communicators == "off"
+        off = process.core_settings().communicators == "off"
         return CommunicatorStatus(
             **about,
             suspendable_bytes=0 if held.suspended else held.suspendable,

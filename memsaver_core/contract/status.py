@@ -22,6 +22,10 @@ class DeviceMemory(Model):
     used_bytes: int = Field(description="in use by all processes, as nvidia-smi shows it")
     process_bytes: int | None = Field(description="in use by this process; null if the driver does not say")
 
+    @property
+    def unused_bytes(self) -> int:
+        return self.total_bytes - self.used_bytes
+
 
 class Consumer(Model):
     """One consumer of device memory.

@@ -95,7 +95,7 @@ def observe() -> Facts:
         mps=mps_pipe(),
         communicators=communicators.found(),
         ipc_tensors=ipc_tensors(),
-        peers=backend.peers(process.existing_saver(), process.settings().peer_access),
+        peers=backend.peers(process.existing_saver(), process.core_settings().peer_access),
         managed_bytes=managed_bytes() if backend.has_context else 0,
         imported_bytes=shared_buffers.imported_bytes(),
         sharing=communicators.shared(),

@@ -23,10 +23,10 @@ def reserve(request: Tagged) -> None:
     ms.reserve_with(request)
 
 
-def plan_release(request: MemoryRequest, *, exact: bool = False, hold: bool = False) -> Plan:
-    """Return what a release would do; for ``exact`` see ``Prepare``. With ``hold``, hold the disk space of the backups
-    until the release, or ``give_back_reserved``. Raises ContextLostError; OutOfHostMemoryError, DiskFullError or
-    UnsupportedError as the release itself would."""
+def plan_release(request: MemoryRequest, *, exact: bool = False, reserve_disk: bool = False) -> Plan:
+    """Return what a release would do; for ``exact`` see ``Prepare``. With ``reserve_disk``, take the disk space of its
+    backups until the release, or ``give_back_reserved``. Raises ContextLostError; OutOfHostMemoryError, DiskFullError
+    or UnsupportedError as the release itself would."""
     tags, status = _look(request.tags)
     check_backups(tags, request.restore)
     host, file = backup_rooms([planned_release(tag, request) for tag in tags], status)
@@ -41,8 +41,8 @@ def plan_release(request: MemoryRequest, *, exact: bool = False, hold: bool = Fa
         )
     if (on_disk := _to_fit(file.needed_bytes, file.free_bytes)) > file.free_bytes:
         raise disk.full(on_disk, file.free_bytes)
-    if hold:
-        disk.hold(_to_fit(file.needed_bytes, 0))
+    if reserve_disk:
+        disk.reserve(_to_fit(file.needed_bytes, 0))
     away = status.hibernated
     return Plan(
         host_bytes_needed=needed,
@@ -114,7 +114,7 @@ def device_rooms(tags: Iterable[TagStatus], status: Status, devices: Iterable[De
             if tag.released_bytes and size:
                 there = tag.mapped_by_device.get(index, 0) + tag.shrunk_by_device.get(index, 0)
                 needed[index] += tag.released_bytes if one else max(0, size - there)
-    free = {device.index: device.total_bytes - device.used_bytes for device in devices}
+    free = {device.index: device.unused_bytes for device in devices}
     return [
         DeviceRoom(index=index, needed_bytes=max(0, size), free_bytes=free.get(index, 0))
         for index, size in sorted(needed.items())

@@ -88,7 +88,7 @@ class Rank:
                 tags = _here(memory.tags)
                 return self.resume(Tagged(tags=tags)) if tags or not memory.tags else _NOTHING_RESUMED
             case protocol.Reserve("release", memory):
-                plan_release(memory, hold=True)
+                plan_release(memory, reserve_disk=True)
                 return OperationReport(operation="release")
             case protocol.Reserve("resume", memory):
                 tags = _here(memory.tags)

@@ -45,7 +45,7 @@ def test_packed_content_comes_back(tag: str, device: str) -> None:
 
 def backup_file() -> Path:
     """The file of backups of this process, which has no name."""
-    folder = os.path.realpath(process.settings().file_dir)
+    folder = os.path.realpath(process.core_settings().file_dir)
     for file in Path("/proc/self/fd").iterdir():
         try:
             target = os.readlink(file)

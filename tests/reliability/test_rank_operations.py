@@ -190,7 +190,7 @@ def test_communicators_are_kept_if_asked(
     start: Start, monkeypatch: pytest.MonkeyPatch, setting: Any, communicators: Any
 ) -> None:
     """By a setting or by the caller; a hibernation suspends them."""
-    monkeypatch.setattr(process, "settings", lambda: CoreSettings(communicators=setting))
+    monkeypatch.setattr(process, "core_settings", lambda: CoreSettings(communicators=setting))
     group, memory = start(communicators=setting)
     kept = MemoryRequest(communicators=communicators)
     memory.release(kept)

@@ -110,7 +110,7 @@ class _LocalMemory:
     check_tags = staticmethod(ms.check_tags)
     release = staticmethod(ms.release_with)
     resume = staticmethod(ms.resume_with)
-    check_release = staticmethod(partial(plan_release, hold=True))
+    check_release = staticmethod(partial(plan_release, reserve_disk=True))
     reserve = staticmethod(reserve)
     give_back_reserved = staticmethod(ms.give_back_reserved)
     status = staticmethod(ms.status)

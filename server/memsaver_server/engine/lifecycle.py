@@ -301,7 +301,7 @@ class Lifecycle:
             time.sleep(max(0.0, min(MEMORY_POLL_S, deadline - clock.monotonic())))
             operation.check()
             for device in self.memory.read_devices():
-                if device.index == index and device.total_bytes - device.used_bytes >= needed_bytes:
+                if device.index == index and device.unused_bytes >= needed_bytes:
                     return
 
     def pause(self, mode: DrainMode, timeout_s: float, *, asleep: bool = False) -> None:

@@ -230,7 +230,7 @@ class RankMemory(Group):
         log = PhaseLog(read=self.read_devices)
         with self._operating("release", log) as steps, self.only(_dp_ranks_of(request)):
             self._to_suspend(request, self._plans(steps, request))
-            self._hold(steps, Phase.CHECK, Reserve("release", request))
+            self._take_reservation(steps, Phase.CHECK, Reserve("release", request))
 
     def reserve(self, request: Tagged) -> None:
         """Take the device memory that a resume needs, on every rank or on none; raises as ``resume``."""
@@ -238,11 +238,11 @@ class RankMemory(Group):
         with self._operating("resume", log) as steps, self.only(_dp_ranks_of(request)):
             memory = MemoryRequest(tags=request.tags)
             steps.prepare(Prepare("resume", memory))
-            self._hold(steps, Phase.RESERVE, Reserve("resume", memory))
+            self._take_reservation(steps, Phase.RESERVE, Reserve("resume", memory))
 
-    def _hold(self, steps: Steps, phase: Phase, held: Reserve) -> None:
+    def _take_reservation(self, steps: Steps, phase: Phase, request: Reserve) -> None:
         if not self.hibernated:
-            steps.take("reservation", phase, partial(self.ask, held), partial(self.ask, GiveBackReserved()))
+            steps.take("reservation", phase, partial(self.ask, request), partial(self.ask, GiveBackReserved()))
 
     def resize(self, pages: int, before: int) -> None:
         """Back only the first ``pages`` pages of the KV cache with memory, on every rank, or only the first ``before``
@@ -350,7 +350,7 @@ class RankMemory(Group):
             if found or reasons:
                 obstacles = "; ".join(dict.fromkeys([*found, *reasons]))
                 raise errors.UnsupportedError(f"the engine cannot be hibernated: {obstacles}; nothing was released")
-        keeps = (request.communicators or process.settings().communicators) == "keep"
+        keeps = (request.communicators or process.core_settings().communicators) == "keep"
         by_name = request.hibernate or COMMUNICATORS in request.tags
         return names if by_name or not (request.tags or keeps) else ()
 
@@ -367,7 +367,7 @@ class RankMemory(Group):
         return self.ask(Move("resume", MemoryRequest(tags=tags))) if tags else []
 
     def _release_again(self, before: Sequence[Status | None]) -> list[Answer]:
-        """Release what was resumed since ``before``; with its content, of which the engine may have restored parts."""
+        """Undo a resume: release what was resumed since ``before``, under the policies of the release before it."""
         tags = _changed(self.statuses, before)
         restore = {tag: self._overrides[tag] for tag in tags if tag in self._overrides}
         return self.ask(Move("release", MemoryRequest(tags=tags, restore=restore))) if tags else []
