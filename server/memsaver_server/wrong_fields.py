@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from pydantic import ValidationError
 
-#: Fields that the sentence names at most.
-_NAMED = 3
 #: Characters of a value that are shown.
 _SHOWN = 60
 
 
-def wrong_fields(error: ValidationError) -> str:
-    """Return which fields are wrong, what was found there and what should be."""
-    errors = error.errors(include_url=False)
-    more = f"; and {len(errors) - _NAMED} more" if len(errors) > _NAMED else ""
-    return "; ".join(_wrong(each["type"], each["loc"], each["msg"], each["input"]) for each in errors[:_NAMED]) + more
-
-
-def _wrong(kind: str, path: tuple[int | str, ...], should: str, found: object) -> str:
-    name = ".".join(map(str, path)) or "the whole"
+def _wrong(error: Mapping[str, Any]) -> str:
+    kind, should, name = error["type"], error["msg"], ".".join(map(str, error["loc"])) or "the whole"
     if kind == "missing":
         return f"{name} is missing"
     if kind == "extra_forbidden":
         return f"{name} does not exist"
     if kind == "json_invalid":
         return f"it is not JSON ({should.removeprefix('Invalid JSON: ')})"
-    return f"{name} is {repr(found)[:_SHOWN]}, but {should.replace('Input should', 'should')}"
+    return f"{name} is {repr(error['input'])[:_SHOWN]}, but {should.replace('Input should', 'should')}"
+
+
+def wrong_fields(error: ValidationError, named: int = 3, sentence: Callable[[Any], str] = _wrong) -> str:
+    """Return which fields are wrong, ``named`` at most: by default what was found there and what should be, else what
+    ``sentence`` makes of each."""
+    errors = error.errors(include_url=False)
+    more = f"; and {len(errors) - named} more" if len(errors) > named else ""
+    return "; ".join(map(sentence, errors[:named])) + more

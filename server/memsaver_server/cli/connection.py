@@ -11,26 +11,25 @@ import typer
 
 from memsaver_server.cli.options import Connection, ExitCode
 from memsaver_server.cli.units import like, parse_size
-from memsaver_server.client.errors import AnswerError, ClientError
+from memsaver_server.client import errors
 
 if TYPE_CHECKING:
     from memsaver_server.client import Client
 
-#: By the kind of an error; by its HTTP status if the kind has no entry. Other statuses from 400 to 499 are INVALID.
-_CODES: dict[str | int, ExitCode] = {
+#: By the kind of a failure of a fleet's engine; by the class of the client's error if the kind has no entry.
+_CODES: dict[str | type[errors.AnswerError], ExitCode] = {
     "unreachable": ExitCode.UNREACHABLE,
     "silent": ExitCode.UNREACHABLE,
-    "out_of_device_memory": ExitCode.OUT_OF_MEMORY,
-    "drain_timeout": ExitCode.DEADLINE,
-    "phase_timeout": ExitCode.DEADLINE,
     "hung": ExitCode.DEADLINE,
-    "cancelled": ExitCode.FAILED,
     "cannot_prepare": ExitCode.FAILED,
-    401: ExitCode.UNAUTHORIZED,
-    403: ExitCode.UNAUTHORIZED,
-    409: ExitCode.CONFLICT,
-    503: ExitCode.NOT_NOW,
-    507: ExitCode.OUT_OF_MEMORY,
+    errors.InvalidRequestError: ExitCode.INVALID,
+    errors.UnauthorizedError: ExitCode.UNAUTHORIZED,
+    errors.ConflictError: ExitCode.CONFLICT,
+    errors.UnavailableError: ExitCode.NOT_NOW,
+    errors.DeviceMemoryError: ExitCode.OUT_OF_MEMORY,
+    errors.HostMemoryError: ExitCode.OUT_OF_MEMORY,
+    errors.DrainDeadlineError: ExitCode.DEADLINE,
+    errors.PhaseDeadlineError: ExitCode.DEADLINE,
 }
 
 _HINTS = {
@@ -41,12 +40,11 @@ _HINTS = {
 
 def exit_code(kind: str, status: int) -> ExitCode:
     """Return the exit code of a command that an error of this kind and status ends."""
-    fallback = ExitCode.INVALID if 400 <= status < 500 else ExitCode.FAILED
-    return _CODES.get(kind) or _CODES.get(status, fallback)
+    return _CODES.get(kind) or _CODES.get(errors.class_for(kind, status), ExitCode.FAILED)
 
 
-def exit_code_for(error: ClientError) -> ExitCode:
-    return exit_code(error.kind, error.status) if isinstance(error, AnswerError) else ExitCode.UNREACHABLE
+def exit_code_for(error: errors.ClientError) -> ExitCode:
+    return exit_code(error.kind, error.status) if isinstance(error, errors.AnswerError) else ExitCode.UNREACHABLE
 
 
 @contextmanager
@@ -61,10 +59,10 @@ def connected(connection: Connection, *, as_json: bool = False) -> Iterator[Clie
     with made as client:
         try:
             yield client
-        except ClientError as error:
+        except errors.ClientError as error:
             code = exit_code_for(error)
             if as_json:
-                body, status = (error.body, error.status) if isinstance(error, AnswerError) else ({}, None)
+                body, status = (error.body, error.status) if isinstance(error, errors.AnswerError) else ({}, None)
                 typer.echo(json.dumps({"success": False, "message": str(error), **body, "status": status}, indent=2))
             else:
                 print_error(str(error), _HINTS.get(code, ""))
@@ -99,7 +97,7 @@ def sizes_as_asked(at_least: str | None) -> Iterator[None]:
     """Report what the tags hold in the unit in which ``--at-least`` was asked, if it is more than they hold."""
     try:
         yield
-    except AnswerError as error:
+    except errors.AnswerError as error:
         if at_least is None or error.kind != "not_enough_to_release" or error.held_bytes is None:
             raise
         held = like(at_least, error.held_bytes)

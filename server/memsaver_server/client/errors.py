@@ -115,12 +115,16 @@ _CLASSES: dict[str | int, type[AnswerError]] = {
 }
 
 
+def class_for(kind: str, status: int) -> type[AnswerError]:
+    fallback = InvalidRequestError if 400 <= status < 500 else AnswerError
+    return _CLASSES.get(kind) or _CLASSES.get(status, fallback)
+
+
 def error_for(status: int, body: object, text: str, retry_after: str | None) -> AnswerError:
     fields = body if isinstance(body, dict) else {}
     message = str(fields.get("message") or fields.get("detail") or text.strip()[:300] or f"HTTP {status}")
     error = AnswerError(status, message, fields)
-    fallback = InvalidRequestError if 400 <= status < 500 else AnswerError
-    error = _CLASSES.get(error.kind, _CLASSES.get(status, fallback))(status, message, fields)
+    error = class_for(error.kind, status)(status, message, fields)
     if isinstance(error, UnavailableError) and retry_after and retry_after.isdigit():
         error.retry_after_s = float(retry_after)
     return error

@@ -72,8 +72,7 @@ async def _answer_error(request: Request, error: Exception) -> JSONResponse:
 async def _answer_http(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     kind = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    body = Answer.error(error.status_code, kind, str(error.detail)).body
-    return JSONResponse(body, error.status_code, error.headers)
+    return response_of(Answer.error(error.status_code, kind, str(error.detail)), error.headers)
 
 
 async def _answer_nobody(_request: Request, _error: Exception) -> JSONResponse:
@@ -82,9 +81,8 @@ async def _answer_nobody(_request: Request, _error: Exception) -> JSONResponse:
 
 async def _answer_unexpected(request: Request, error: Exception) -> JSONResponse:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    answer = Answer.failure(error)
     # uvicorn closes the connection after such an error; without the header the client's next request on it would fail.
-    return JSONResponse(answer.body, answer.status, headers={"Connection": "close"})
+    return response_of(Answer.failure(error), {"Connection": "close"})
 
 
 class ShutdownMiddleware:
@@ -110,5 +108,4 @@ class ShutdownMiddleware:
                 raise
             asked = f"{scope['method']} {scope['path']}"
             message = f"the server is shutting down before {asked} has ended; it may or may not be done"
-            answer = Answer.failure(ServerEndsError(message))
-            await JSONResponse(answer.body, answer.status)(scope, receive, send)
+            await response_of(Answer.failure(ServerEndsError(message)))(scope, receive, send)

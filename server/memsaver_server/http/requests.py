@@ -21,6 +21,7 @@ from memsaver_server.http.unknown_fields import check_names
 from memsaver_server.operation.departure import CLIENT
 from memsaver_server.settings import Settings
 from memsaver_server.threads import in_thread
+from memsaver_server.wrong_fields import wrong_fields
 
 logger = logging.getLogger("memsaver")
 Model = TypeVar("Model", bound=BaseModel)
@@ -160,9 +161,7 @@ def fields_of(model: type[Model], limit: str | None = None) -> Callable[..., Awa
 
 def wrong(error: ValidationError) -> str:
     """Return what is wrong with the fields of a request; names ``MAX_ERRORS`` at most."""
-    errors = error.errors(include_url=False)
-    more = f"; and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
-    return "; ".join(map(_sentence, errors[:MAX_ERRORS])) + more
+    return wrong_fields(error, MAX_ERRORS, _sentence)
 
 
 def _sentence(error: Mapping[str, Any]) -> str:

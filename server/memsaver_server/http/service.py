@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, cast
 
 from fastapi import Depends, Request
@@ -77,8 +77,8 @@ def key_of(request: Request) -> str | None:
     return key
 
 
-def response_of(answer: Answer) -> JSONResponse:
-    return JSONResponse(answer.body, answer.status, headers=dict(answer.headers))
+def response_of(answer: Answer, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse(answer.body, answer.status, headers={**answer.headers, **(headers or {})})
 
 
 def event_stream(events: AsyncIterator[str]) -> StreamingResponse:
