@@ -11,6 +11,10 @@ from memsaver_server.engine.admission import Admission
 from memsaver_server.engine.tag_selection import released_tags
 from memsaver_server.settings import Settings
 
+#: A prompt of tokens that every vocabulary has, and how many are to follow; an engine may have its own.
+PROMPT = range(10, 42)
+LENGTH = 8
+
 
 class Verification:
     """Compares the tokens of the engine's verification prompt. Operations call it one at a time."""

@@ -11,7 +11,7 @@ from typing import Any
 HELD_BEFORE_WARM_UP = 1024
 
 
-class Admission:
+class RankAdmission:
     """Admits, holds or refuses requests: a refused one is aborted with status 503, which SGLang's server returns to the
     client. Used in the scheduler's thread alone, except for ``close`` and ``open``."""
 
@@ -30,8 +30,8 @@ class Admission:
         return self._closed is not None
 
     @property
-    def has_held_too_long(self) -> bool:
-        """Whether a request is still held although admission is open."""
+    def has_admissible(self) -> bool:
+        """Whether requests are held that the next ``admit`` admits, as admission is open again."""
         return self._closed is None and bool(self._held)
 
     def close(self, reason: str, hold: int) -> None:

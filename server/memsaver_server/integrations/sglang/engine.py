@@ -22,8 +22,9 @@ from memsaver_core.hibernation.preconditions import register_check
 from memsaver_server.engine import check_drain_mode, never
 from memsaver_server.engine.limited_pages import LimitedPages
 from memsaver_server.engine.tag_selection import released_tags
+from memsaver_server.engine.verification import LENGTH, PROMPT
 from memsaver_server.integrations.adapter import engine as base
-from memsaver_server.integrations.sglang.admission import Admission
+from memsaver_server.integrations.sglang.admission import RankAdmission
 from memsaver_server.integrations.sglang.page_limit import SchedulerPages, obstacle
 from memsaver_server.integrations.sglang.plugin import QUESTION, REPLICAS
 
@@ -65,9 +66,7 @@ QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue", "dis
 READS = ("CheckWeightsReqInput", "GetWeightsByNameReqInput", "SendWeightsToRemoteInstanceReqInput")
 #: What comes before and after the requests of an update, from 0.5.21 on.
 BEGIN, END = "BeginWeightUpdateReqInput", "EndWeightUpdateReqInput"
-#: A verification's prompt, of tokens that every vocabulary has; how many are to follow, and in how many seconds.
-PROMPT = range(10, 26)
-LENGTH = 8
+#: A limit for the tokens of a verification, seconds.
 VERIFICATION_S = 60.0
 
 
@@ -83,7 +82,7 @@ class SglangScheduler(base.Scheduler):
         self._messages = messages()
         self._aside: tuple[list[Any], bool] | None = None  # the requests that waited; whether the engine was paused
         self._limit: SchedulerPages | None = None  # once somebody has asked for it
-        self.admission = Admission(own, self._messages)
+        self.admission = RankAdmission(own, self._messages)
         self._is_first = False
         self._released_tags: set[str] = set()  # SGLang's list, see CLOSED
         self._deregistered: list[Any] = []  # queues of transfers
@@ -274,7 +273,7 @@ class SglangScheduler(base.Scheduler):
     def has_nothing_to_do(self) -> bool:
         """See ``Scheduler``. It is cheap while requests run."""
         idle = self.own._engine_paused or (self.own.running_batch.is_empty() and self.own.is_fully_idle())
-        waits = self._looks_at_copies() or self._embedding() or self.admission.has_held_too_long
+        waits = self._looks_at_copies() or self._embedding() or self.admission.has_admissible
         return bool(idle) and not waits
 
     def _embedding(self) -> list[str]:
@@ -369,7 +368,7 @@ class SglangScheduler(base.Scheduler):
 
 
 class SglangEngine(LimitedPages, base.LoopEngine):
-    """The engine over a ``Scheduler``. Each rank that receives requests has an ``Admission``. In SGLang itself, a
+    """The engine over a ``Scheduler``. Each rank that receives requests has a ``RankAdmission``. In SGLang itself, a
     release ends the process if a request runs, and a resume if nothing is released; a weight update or a continuation
     touches memory that is released."""
 

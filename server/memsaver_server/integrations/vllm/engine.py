@@ -25,6 +25,7 @@ from memsaver_core.resizing import KV_CACHE
 from memsaver_server.engine import never
 from memsaver_server.engine.gate import Gate, InFlightRequest
 from memsaver_server.engine.limited_pages import LimitedPages
+from memsaver_server.engine.verification import LENGTH, PROMPT
 from memsaver_server.integrations.adapter.calls import NestedRequests, is_done
 from memsaver_server.ranks import RankMemory
 
@@ -33,9 +34,6 @@ logger = logging.getLogger("memsaver")
 #: The methods by which an ``LLM`` generates; one may call another.
 CALLS = ("generate", "chat", "beam_search", "encode", "embed", "classify", "score", "reward", "wait_for_completion")
 
-#: A verification's prompt, of tokens that every vocabulary has, and how many tokens are generated.
-PROMPT = range(3, 35)
-LENGTH = 8
 #: A limit for each call of vLLM in a verification or a resize, seconds.
 CALL_S = 60.0
 STOP_S = 10.0
