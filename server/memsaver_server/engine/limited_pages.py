@@ -9,6 +9,7 @@ from typing import Any
 
 from memsaver_core.contract.errors import BadRequestError, DrainTimeoutError, UnsupportedError
 from memsaver_core.contract.requests import CacheMode
+from memsaver_server import clock
 from memsaver_server.engine import DRAIN_POLL_S, CachePages, never
 
 
@@ -41,7 +42,7 @@ class LimitedPages(ABC):
         self, pages: int, timeout_s: float, mode: CacheMode = "wait", given_up: Callable[[], bool] = never
     ) -> None:
         """See ``ResizableEngine``. Raises BadRequestError if the longest request would not fit."""
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.monotonic() + timeout_s
         now = self._ask("read")
         if pages < min(now["least"], now["kept"]):
             raise BadRequestError(
@@ -53,7 +54,7 @@ class LimitedPages(ABC):
             if mode == "preempt":
                 self._ask("preempt")
             while self._ask("waiting"):
-                if given_up() or time.monotonic() >= deadline:
+                if given_up() or clock.monotonic() >= deadline:
                     raise DrainTimeoutError(timeout_s, self._ask("late"), "the KV cache is as before")
                 time.sleep(DRAIN_POLL_S)
         except BaseException:

@@ -6,7 +6,6 @@ The page's files contain no data and need no key; the feed does.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from importlib.resources import files
 from typing import Any
@@ -15,6 +14,7 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import Response, StreamingResponse
 
 from memsaver_core.contract.errors import NotFoundError
+from memsaver_server import clock
 from memsaver_server.controller import TICK_S, Controller, Models
 from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import guard
@@ -83,9 +83,9 @@ async def _feed(controller: Controller[Any]) -> AsyncIterator[str]:
             if operation.status in ("running", "prepared") or sent.get(operation.id) != now[operation.id]:
                 phase_starts = list(operation.phase_starts)
                 yield event("operation", {**controller.describe(operation), "phase_starts": phase_starts})
-        if now != sent or time.monotonic() >= due:
+        if now != sent or clock.monotonic() >= due:
             sent = now
             running = any(not each.has_ended for each in recent)
-            due = time.monotonic() + (RUNNING_INTERVAL_S if running else IDLE_INTERVAL_S)
+            due = clock.monotonic() + (RUNNING_INTERVAL_S if running else IDLE_INTERVAL_S)
             yield event("occupation", await controller.shown())
         await asyncio.sleep(TICK_S)
