@@ -122,7 +122,7 @@ class LogStream(io.TextIOBase):
     def fileno(self) -> int:
         return self._descriptor
 
-    def settle(self, timeout_s: float) -> bool:
+    def wait_written(self, timeout_s: float) -> bool:
         """Return whether everything was written within ``timeout_s`` seconds; ``flush`` waits for nothing."""
         return self._output.flush(timeout_s)
 

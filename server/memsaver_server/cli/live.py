@@ -216,12 +216,12 @@ def _interrupt_held() -> Iterator[None]:
     """Hold back the first KeyboardInterrupt until the end of the block, in which the service may begin an operation."""
     pressed = False
 
-    def hold(_number: int, _frame: object) -> None:
+    def note(_number: int, _frame: object) -> None:
         nonlocal pressed
         pressed = True
         signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, hold)
+    before = signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:

@@ -53,7 +53,7 @@ def starting(extra: str) -> Iterator[None]:
     hold_standard_files()
     # Possibly nobody reads stderr, and a full pipe would block the thread that writes next.
     sys.stderr = stream = LogStream("stderr", 2)
-    atexit.register(stream.settle, END_S)
+    atexit.register(stream.wait_written, END_S)
     _end_on_signals()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # shells give 1,024; each caller and engine takes some
@@ -97,7 +97,7 @@ def end_at_once(*, failed: bool) -> None:
     if failed or hibernation.is_hibernated() or not communicators.usable():
         sys.stdout.flush()
         if isinstance(sys.stderr, LogStream):
-            sys.stderr.settle(END_S)
+            sys.stderr.wait_written(END_S)
         os._exit(0)
 
 

@@ -55,7 +55,7 @@ def keep(
 @store.command("list")
 def list_weights(name: Name, as_json: Json = False) -> None:
     """List the weights that a store has, those used last first, and which processes hold them."""
-    with _joined(name) as (joined, kept):
+    with _opened(name) as (joined, kept):
         status = joined.status()
     weights = [each.description() for each in kept]
     if as_json:
@@ -95,7 +95,7 @@ def pin(
 
 
 def _mark(name: str, which: str, mark: str) -> None:
-    with _joined(name) as (joined, kept):
+    with _opened(name) as (joined, kept):
         about = [each.description() for each in kept]
         of_model = [each["id"] for each in about if each["model"] == which]
         begins = [each["id"] for each in about if which and each["id"].startswith(which)]
@@ -111,7 +111,7 @@ def _mark(name: str, which: str, mark: str) -> None:
 
 
 @contextmanager
-def _joined(name: str) -> Iterator[tuple[SharedStore, list[Kept]]]:
+def _opened(name: str) -> Iterator[tuple[SharedStore, list[Kept]]]:
     """Yield a store and the weights in it; end the command if no process has it."""
     from memsaver_core.contract.errors import ConfigurationError
     from memsaver_core.manifests import SharedStore, kept_in

@@ -55,7 +55,7 @@ async def groups_of(request: AskedOfFleet, parts: Sequence[Part]) -> list[list[P
             for part in parts:
                 if part.member.name in gpu.needs:
                     part.fail("preparing", EngineFailure("out_of_device_memory", gpu.shortage(where)))
-    return _joined(parts, [set(gpu.needs) for gpu in short.values()])
+    return _grouped(parts, [set(gpu.needs) for gpu in short.values()])
 
 
 def uuids_of(occupation: OccupationAnswer | None) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ def add_needs(gpus: dict[str, Place], name: str, now: OccupationAnswer, rooms: I
             gpu.elastic |= now.kv_cache is not None
 
 
-def _joined(parts: Sequence[Part], crowds: Sequence[set[str]]) -> list[list[Part]]:
+def _grouped(parts: Sequence[Part], crowds: Sequence[set[str]]) -> list[list[Part]]:
     """Return groups such that engines of one crowd, directly or through others, are in one group."""
     sets: list[set[str]] = []
     for crowd in crowds:

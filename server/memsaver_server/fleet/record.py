@@ -97,14 +97,13 @@ class Known(Model):
 
 
 class Prepared(Model):
-    """What one engine has prepared: its own operation, empty until it is known, the tags that it moves, and the tags
-    whose content was kept before. Model and GPUs may be what only the engine knows."""
+    """What one engine has prepared. ``model`` and ``gpus`` are noted as the list of members may lack them."""
 
     url: str
     model: str = ""
-    operation_id: str = ""
-    tags: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
+    operation_id: str = ""  # of the engine's own operation; empty until it is known
+    tags: tuple[str, ...] = ()  # that it moves
+    kept: tuple[str, ...] = ()  # tags that had a backup before it
     gpus: tuple[str, ...] = ()  # UUIDs of those that it uses
 
 

@@ -76,7 +76,7 @@ class OperationQueue:
             if operation is not None:
                 operation.renew(request)
             else:
-                operation = self._joined(request, key, client) or self._enqueue(request, work, key, client)
+                operation = self._join_equal(request, key, client) or self._enqueue(request, work, key, client)
                 self._keys.add(key, request, operation)
             ended = self._drop_ended()
         self._conclude(*ended)
@@ -107,8 +107,8 @@ class OperationQueue:
         self._pending = deque(entry for entry in self._pending if not entry[0].has_ended)
         return ended
 
-    def _joined(self, request: Asked, key: str | None, client: str) -> Operation | None:
-        """Return the operation that leaves the state that ``request`` asks for, unless a later one changes that."""
+    def _join_equal(self, request: Asked, key: str | None, client: str) -> Operation | None:
+        """Join the operation that leaves the state that ``request`` asks for, if no later one changes that; return it."""
         for other, _ in reversed(self._pending):
             if other.is_shared_with(key, client) and other.join(request):
                 return other

@@ -24,7 +24,7 @@ logger = logging.getLogger("memsaver")
 _T = TypeVar("_T")
 
 #: Longest interval at which a wait looks at the ranks' progress, seconds.
-LOOK_S = 1.0
+PROGRESS_INTERVAL_S = 1.0
 #: Bytes per second of resident memory; a slower checkpoint or restore counts as hung. The driver's rate is 2.4e9.
 SLOWEST_COPY = 5e8
 #: How long a call that failed may wait for the end of the process that explains it, seconds.
@@ -187,7 +187,7 @@ class Group:
         limit = self.deadlines.idle_s if limit_s is None else limit_s
         since, figures = time.monotonic(), self.progress.figures()
         waited: set[Future[Any]] = {call, self._failed}
-        while not wait_for(waited, min(LOOK_S, limit / 4), FIRST_COMPLETED).done:
+        while not wait_for(waited, min(PROGRESS_INTERVAL_S, limit / 4), FIRST_COMPLETED).done:
             if limit_s is None and figures != (now := self.progress.figures()):
                 since, figures = time.monotonic(), now
             if time.monotonic() - since > limit:

@@ -28,7 +28,7 @@ from memsaver_server.fleet.turns.slot import Slot, victims
 logger = logging.getLogger("memsaver")
 
 #: How long a claim waits for engines of its model that do not answer, seconds.
-LOOK_S = 1.0
+READ_S = 1.0
 #: Requests are refused once no engine of the model fits for so long, seconds; engines read their devices each second.
 SHORT_S = 2.0
 #: Time after which a release or a resume that failed is tried again, seconds.
@@ -171,7 +171,7 @@ class Turns:
         """Read the states of a line's engines: which one wakes, and which make room, is decided on current figures."""
         await asyncio.sleep(after_s)
         look = asyncio.ensure_future(self._observer.look([slot.name for slot in slots]))
-        await asyncio.wait({look}, timeout=LOOK_S)
+        await asyncio.wait({look}, timeout=READ_S)
         line.looked = True
         self._schedule()
 
@@ -260,7 +260,7 @@ class Turns:
         fits = {slot: chosen for slot, chosen in room.items() if chosen is not None}
         if not fits:
             if len(room) == len(asleep):
-                self._no_room(line, asleep)
+                self._refuse_or_look_again(line, asleep)
             for slot in asleep:
                 claimed.update(slot.gpus)
             return
@@ -270,7 +270,7 @@ class Turns:
         claimed.update(slot.gpus)
         self._claim(slot, fits[slot])
 
-    def _no_room(self, line: Line, asleep: list[Slot]) -> None:
+    def _refuse_or_look_again(self, line: Line, asleep: list[Slot]) -> None:
         """Refuse the line if no engine has fitted for ``SHORT_S``: the figures of an engine may be out of date."""
         now = clock.monotonic()
         if any(self._may_change(slot) for slot in asleep):
@@ -280,7 +280,7 @@ class Turns:
             line.looked = False
             self._keep(self._look(line, asleep, after_s=SHORT_S / 4))
         else:
-            line.fail(NoTurnError(_no_room(asleep[0]), self._retry_after_s(asleep)))
+            line.fail(NoTurnError(_shortage_of(asleep[0]), self._retry_after_s(asleep)))
             for slot in asleep:
                 slot.extra = 0
 
@@ -408,7 +408,7 @@ class Turns:
         return max(1, math.ceil(max(0.0, left) + self._last_move_s))
 
 
-def _no_room(slot: Slot) -> str:
+def _shortage_of(slot: Slot) -> str:
     need = slot.share_of(slot.released_bytes)
     free = ", ".join(f"{size} on {gpu}" for gpu, size in slot.free.items())
     return (
