@@ -16,9 +16,10 @@ import torch
 
 from memsaver_core import MemsaverError, hibernation
 from memsaver_core.contract.errors import AdmissionClosedError, DrainTimeoutError
-from memsaver_core.contract.requests import CacheMode, DrainMode
+from memsaver_core.contract.requests import DrainMode
 from memsaver_core.rendezvous import settle
-from memsaver_server.engine import CachePages, check_drain_mode, never, waits
+from memsaver_server.engine import check_drain_mode, never, waits
+from memsaver_server.engine.limited_pages import LimitedPages
 from memsaver_server.reference.requests import Request
 from memsaver_server.reference.runner import ModelRunner
 from memsaver_server.threads import start_thread
@@ -76,7 +77,7 @@ class SlotTable:
         return max((end for end in ends if held[:end] == ids[:end]), default=0)
 
 
-class Scheduler:
+class Scheduler(LimitedPages):
     """Continuous batching on one thread, which also makes the runner: the part of ``Engine`` that needs no model. An
     accepted request is in flight until it is answered, with or without a slot. After a drain nothing is computed until
     admission opens: this is checked before every step, so that no step touches released memory."""
@@ -97,10 +98,9 @@ class Scheduler:
         self._quiesced = False
         self._busy = False
         self._failure: BaseException | None = None
-        self._slots = SlotTable(0, 1)
         ready: Future[ModelRunner] = Future()
         self._thread = start_thread("memsaver-engine", partial(self._main, make_runner, ready))
-        self.runner = wait(ready)
+        wait(ready)
 
     def is_alive(self) -> bool:
         return self._failure is None and self._thread.is_alive()
@@ -161,43 +161,29 @@ class Scheduler:
         with self._changed:
             self._slots.forget()
 
-    def kv_cache(self) -> CachePages:
-        """See ``ResizableEngine``; a page is a slot."""
+    def ask_pages(self, name: str, *arguments: Any) -> dict[str, Any]:
+        """See ``LimitedPages``; a page is a slot."""
+        if name == "preempt":
+            self.call(self._preempt)
         with self._changed:
             used = [request.slot for request in self._running]
-            count = self._slots.count
-        sizes = {"page_bytes": self.runner.slot_bytes, "page_tokens": self.runner.length}
-        return CachePages(
-            total=self.runner.slots, kept=count, used=len(used), needed=max(used, default=-1) + 1, **sizes
-        )
-
-    def limit_kv_cache(
-        self, pages: int, timeout_s: float, mode: CacheMode = "wait", given_up: Callable[[], bool] = never
-    ) -> None:
-        deadline = time.monotonic() + timeout_s
-
-        def behind() -> list[str]:
-            return [request.name for request in self._running if request.slot >= pages]
-
-        with self._changed:
-            before, self._slots.limit = self._slots.limit, pages
-        if mode == "preempt":
-            self.call(partial(self._preempt, pages))
-        with self._changed:
-            pauses = waits(deadline, given_up, time.monotonic)
-            if not any(self._changed.wait_for(lambda: self._failure or not behind(), wait_s) for wait_s in pauses):
-                self._slots.limit = before
-                raise DrainTimeoutError(timeout_s, behind(), "the KV cache is as before")
-            self._check_alive()
+            late = [request.name for request in self._running if request.slot >= self._slots.limit]
+            match name:
+                case "read":
+                    size = {"page_bytes": self.runner.slot_bytes, "page_tokens": self.runner.length, "least": 1}
+                    pages = {"total": self.runner.slots, "kept": self._slots.count, **size}
+                    return {"result": {**pages, "used": len(used), "needed": max(used, default=-1) + 1}}
+                case "limit":
+                    (self._slots.limit,) = arguments
+                case "keep":
+                    self._slots.resize(*arguments)
+                case "waiting":
+                    self._check_alive()
             self._changed.notify_all()
+            return {"result": late if name == "late" else len(late)}
 
-    def resize_kv_cache(self, pages: int) -> None:
-        def resize() -> None:
-            self.runner.resize(pages)
-            with self._changed:
-                self._slots.resize(pages)
-
-        self.call(resize)
+    def back_pages(self, pages: int, before: int) -> None:
+        self.call(partial(self.runner.resize, pages))
 
     def call(self, work: Callable[[], _Result]) -> _Result:
         """Run ``work`` in the runner's thread, between two steps."""
@@ -278,10 +264,10 @@ class Scheduler:
 
     # On the scheduler's thread.
 
-    def _preempt(self, slots: int) -> None:
-        """Have the requests in later slots than the first ``slots`` wait again, before all others."""
+    def _preempt(self) -> None:
+        """Have the requests in slots behind the limit wait again, before all others."""
         with self._changed:
-            for request in [each for each in reversed(self._running) if each.slot >= slots]:
+            for request in [each for each in reversed(self._running) if each.slot >= self._slots.limit]:
                 self._running.remove(request)
                 self._waiting.appendleft(request)
                 self._slots.free.append(request.slot)
@@ -306,8 +292,6 @@ class Scheduler:
             self._sweep()
             for _, future in self._calls:
                 future.set_exception(EngineDeadError(f"the engine is dead: {failure}"))
-            self._calls.clear()
-            self._changed.notify_all()
 
     def _loop(self) -> BaseException:
         """Compute until the engine fails or is closed; return why."""
