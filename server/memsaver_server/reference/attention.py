@@ -20,8 +20,11 @@ Pair = tuple[Tensor, Tensor]
 
 class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
     """Keys and values of all slots: per layer ``[slots, heads, length, dim]``, and scratch memory for a batch, which
-    layers of one shape may share. The slots of a batch are given as a tensor, so that one captured graph serves any of
-    them."""
+    layers of one shape may share. Before each forward pass its ``slots`` ``[batch]`` and ``positions``
+    ``[batch, tokens]`` are set: as tensors, so that one captured graph serves any of them."""
+
+    slots: Tensor
+    positions: Tensor
 
     def __init__(self, layers: Sequence[Pair], scratch: Sequence[Pair]) -> None:
         super().__init__(layers=[])
@@ -31,10 +34,6 @@ class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
         """Return the parts that lie behind the first ``slots`` slots: contiguous, no copies."""
         return [part[slots:] for pair in self._layers for part in pair]
 
-    def begin(self, slots: Tensor, positions: Tensor) -> None:
-        """Set the ``slots`` ``[batch]`` and ``positions`` ``[batch, tokens]`` of the next forward pass."""
-        self._slots, self._positions = slots, positions
-
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Pair:
         (keys, values), (key_scratch, value_scratch) = self._layers[layer_idx], self._scratch[layer_idx]
         # Positions beyond a request's own have weight zero, and zero times NaN is NaN: without this, an overflow in one
@@ -43,9 +42,9 @@ class SlotCache(Cache):  # type: ignore[misc,unused-ignore]
         return self._store(keys, key_states, key_scratch), self._store(values, finite, value_scratch)
 
     def _store(self, store: Tensor, states: Tensor, scratch: Tensor) -> Tensor:
-        store[self._slots[:, None], :, self._positions] = states.transpose(1, 2).to(store.dtype)
-        gathered = scratch[: self._slots.shape[0]]
-        torch.index_select(store.flatten(1), 0, self._slots, out=gathered.flatten(1))
+        store[self.slots[:, None], :, self.positions] = states.transpose(1, 2).to(store.dtype)
+        gathered = scratch[: self.slots.shape[0]]
+        torch.index_select(store.flatten(1), 0, self.slots, out=gathered.flatten(1))
         return gathered
 
 

@@ -105,14 +105,14 @@ class RankGroup:
         self.failed.add_done_callback(lambda failed: self.memory.fail(failed.result()))
         return runner
 
-    def load(self, runner: Future[ModelRunner]) -> ModelRunner:
-        """Return the result of a thread that calls ``make_runner``; raise RanksFailedError, or as ``ModelRunner``."""
+    def load(self, runner: Future[ModelRunner]) -> None:
+        """Wait for the result of a thread that calls ``make_runner``; raise RanksFailedError, or as ``ModelRunner``."""
         with self._bounded("load"):
             wait_for({runner, self.failed}, return_when=FIRST_COMPLETED)
         wait_for({runner}, END_S)  # it ends after a failure too, unless its thread waits for a rank to join the group
         if not runner.done() or not isinstance(runner.exception(), ValueError | None):
             self.check()
-        return runner.result()
+        runner.result()
 
     def ask(self, method: str, **fields: Any) -> list[Plain]:
         """Have every rank call ``method``; return their answers, or raise the ValueError or RuntimeError of one."""

@@ -176,19 +176,18 @@ class ModelRunner:
             return
         batch, tokens = shape
         inputs = self._inputs[shape]
-        slots = inputs[:, 0].contiguous()  # index_select is slow with a strided index
-        positions = inputs[:, 1:2] + self._offsets[:tokens]
+        self._cache.slots = inputs[:, 0].contiguous()  # index_select is slow with a strided index
+        self._cache.positions = positions = inputs[:, 1:2] + self._offsets[:tokens]
         last = inputs[0, 2:3]  # the token of a chunk whose logits are needed
         keep = {"logits_to_keep": last} if tokens > 1 else {}
-        self._cache.begin(slots, positions)
         logits = self._forward(inputs[:, 3:], positions, self._cache, self.length, **keep)
         if logits.shape[1] > 1:  # the model does not know logits_to_keep
             logits = logits.index_select(1, last)
         self.logits[:batch].copy_(logits[:, -1])
         self._likeliest[:batch].copy_(torch.argmax(self.logits[:batch], dim=-1))
 
-    def _forward(self, tokens: Tensor, positions: Tensor, cache: Any, length: int, **keep: Any) -> Tensor:
-        logits: Tensor = self.model(
+    def _forward(self, tokens: Tensor, positions: Tensor, cache: Any, length: int, **keep: Any) -> Any:
+        return self.model(
             input_ids=tokens,
             position_ids=positions,
             attention_mask=distances(positions, length),
@@ -196,7 +195,6 @@ class ModelRunner:
             use_cache=True,
             **keep,
         ).logits
-        return logits
 
     def _allocate(self, max_len: int, kv_cache_bytes: int) -> None:
         """Find out what the model's layers store, by computing one token; allocate slots and the static tensors."""

@@ -83,9 +83,7 @@ class Scheduler(LimitedPages):
     admission opens: this is checked before every step, so that no step touches released memory."""
 
     def __init__(
-        self,
-        make_runner: Callable[[], ModelRunner],
-        wait: Callable[[Future[ModelRunner]], ModelRunner] = Future.result,
+        self, make_runner: Callable[[], ModelRunner], wait: Callable[[Future[ModelRunner]], object] = Future.result
     ) -> None:
         """Start the thread and ``wait`` for its runner; raises what ``make_runner`` raises there, or NoThreadError."""
         self._changed = threading.Condition()
