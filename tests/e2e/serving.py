@@ -1,6 +1,6 @@
 """``memsaver serve`` as a child process, as an operator runs it, on the host driver.
 
-It is a fork that has loaded what ``serve`` loads, unless a test starts it ``by_itself``.
+It is a fork that has loaded what ``serve`` loads; ``memsaver demo`` starts one by itself.
 """
 
 from __future__ import annotations
@@ -78,12 +78,11 @@ def serving(
     *options: str,
     changes: Mapping[str, str] | None = None,
     program: tuple[str, ...] = MEMSAVER,
-    by_itself: bool = False,
 ) -> Iterator[Server]:
     """Run ``memsaver serve`` with ``options`` while the block runs; it is ready when the block begins."""
     where = () if {"--port", "--uds"} & set(options) else ("--port", "0")
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
-        process = (subprocess if by_itself else forks).Popen(
+        process = forks.Popen(
             [*program, "serve", *where, *options],
             stdout=subprocess.PIPE,
             stderr=log,
@@ -122,8 +121,8 @@ def python_blocks(page: str) -> list[str]:
 class Example(Child):
     """A page's example as a running program, which the test operates as a reader at a terminal."""
 
-    def __init__(self, code: str, *, by_itself: bool = False) -> None:
-        super().__init__("-u", "-c", code, inherited=environment(), by_itself=by_itself)
+    def __init__(self, code: str) -> None:
+        super().__init__("-u", "-c", code, inherited=environment())
 
     def read_address(self) -> str:
         """The address of the server in the next line."""

@@ -15,7 +15,7 @@ from .serving import ROOT, Example, environment, memsaver, python_blocks, servin
 
 def test_the_engine_example() -> None:
     code = next(block for block in python_blocks("README.md") if "attach(" in block)
-    with Example(code, by_itself=True) as example:
+    with Example(code) as example:
         float(example.read_line())
         address = example.read_address()
         released = memsaver("release", "--url", address)

@@ -18,16 +18,13 @@ from memsaver_server.client import Client
 from tests import forks
 from tests.amount import amount
 
-from .serving import CONSOLE_SCRIPT, MEMSAVER, environment, memsaver, serving
+from .serving import MEMSAVER, environment, memsaver, serving
 
 PROMPT = {"text": "Memory that nobody uses", "sampling_params": {"max_new_tokens": 16, "temperature": 0}}
 
 
 def test_a_whole_round_in_plain_http_gives_equal_tokens() -> None:
-    with (
-        serving(program=CONSOLE_SCRIPT, by_itself=True) as server,
-        httpx.Client(base_url=server.url, timeout=600) as http,
-    ):
+    with serving() as server, httpx.Client(base_url=server.url, timeout=600) as http:
         before = http.post("/generate", json=PROMPT).json()["output_ids"]
         loaded = http.get("/memory_occupation").json()
         assert loaded["state"] == "resident"

@@ -11,7 +11,7 @@ from tests.native.build import built, run
 from tests.reliability.figures import keep
 
 #: Every STRIDE-th case: with 3, each call still fails at each of its occurrences, with a third of the errors.
-STRIDE = amount(97, long=1)
+STRIDE = amount(197, long=1)
 
 
 @pytest.mark.long

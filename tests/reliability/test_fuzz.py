@@ -13,7 +13,7 @@ import pytest
 from tests.amount import amount
 from tests.reliability.figures import keep
 
-RUNS = amount(150, long=400_000)
+RUNS = amount(60, long=400_000)
 
 
 @pytest.mark.long

@@ -81,7 +81,7 @@ WRONG_VALUES: dict[str, list[Any]] = {
 UNKNOWN_TAGS = [["no-such-tag"], ["weights", "no-such-tag"], ["WEIGHTS"], [""]]
 #: Has its own tag, and ignores others.
 KNOWS_ITS_TAG = "/release_kv_cache_memory"
-BAD_REQUESTS = amount(300, long=20_000)
+BAD_REQUESTS = amount(100, long=20_000)
 
 
 def bad_body(choose: random.Random, path: str, fields: list[str]) -> bytes:

@@ -280,6 +280,7 @@ SETUP = textwrap.dedent(
     import torch
     import memsaver_core as ms
     from memsaver_core import hibernation
+    from tests import forks
     from tests.native import injection
 
     with ms.region("weights"):
@@ -330,7 +331,7 @@ def test_a_wake_needs_the_memory_that_a_co_tenant_took() -> None:
         ms.release(["kv_cache"], hibernate=True)
         code = "import sys, torch, memsaver_core as ms\\nwith ms.region('theirs'): t = torch.ones(3 << 18)\\n"
         code += "print('has it', flush=True); sys.stdin.read()"
-        other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        other = forks.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert other.stdout.readline() == "has it\\n"
         try:
             ms.resume()

@@ -6,9 +6,9 @@ tests/gpu/test_vllm_gpu.py runs the same with vLLM itself.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +19,6 @@ from pathlib import Path
 from threading import Event, Lock
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -52,14 +51,13 @@ from memsaver_core.ranks.protocol import (
 )
 from memsaver_core.rendezvous import started
 from memsaver_server.integrations.vllm.engine import VllmMemory
+from tests import forks
 from tests.native import injection
 from tests.programs import output_of
 from tests.waiting import wait_until
 
 STANDIN = Path(__file__).parents[1] / "data" / "vllm_standin"
 ALL = {"weights", "kv_cache", "runtime", "workspace"}
-#: Modules that take long to import, and that every worker needs.
-PRELOADED = ["torch._dynamo", "memsaver_core.compat.vllm.plugin", "tests.unit.test_vllm_plugin"]
 
 # -- a worker in its own process ---------------------------------------------------------------------------------------
 
@@ -193,9 +191,9 @@ class Model:
         self.worker.wake_up(tags)
 
 
-def serve(connection: Connection, environment: dict[str, str]) -> None:
-    """The main function of a worker process: executes commands until the connection closes."""
-    os.environ.update(environment)
+def serve() -> None:
+    """The main function of a worker process: executes commands from standard input, a socket, until it closes."""
+    connection = Connection(os.dup(0))
     sys.path.insert(0, str(STANDIN))
     model = Model()
     connection.send(None)
@@ -215,14 +213,12 @@ class Rank:
 
     def __init__(self, **environment: str) -> None:
         settings = {"MEMSAVER_DRIVER": "host", "MEMSAVER_VLLM": "1", **environment}
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         self._alone = Lock()
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, settings), daemon=True)
-        with patch.dict(os.environ, injection.in_child()):
-            self._process.start()
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
+        self._process = forks.Popen(command, env={**os.environ, **settings, **injection.in_child()}, stdin=theirs)
         theirs.close()
+        self._connection = Connection(ours.detach())
 
     def wait(self) -> None:
         """Return once it is loaded."""
@@ -242,15 +238,15 @@ class Rank:
 
     @property
     def pid(self) -> int:
-        return self._process.pid or 0
+        return self._process.pid
 
     def close(self) -> None:
         self._connection.close()
-        self._process.join(600)
+        self._process.wait(600)
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.join(600)
+        self._process.wait(600)
 
 
 class Executor:
