@@ -231,6 +231,7 @@ def test_nothing_of_torch_is_left_changed(tmp_path: Path, start: Start) -> None:
         ({"random_weights": "/nowhere.json"}, "/nowhere.json does not exist"),
         ({"model": ".", "random_weights": "config.json"}, "not both"),
         ({"batch_sizes": ()}, "batch_sizes must name positive numbers"),
+        ({"tensor_parallel": 0}, "0 ranks cannot share .*; tensor_parallel can be 1, 2"),
         ({"kv_cache_bytes": 1}, "kv_cache_bytes = 1 is too small: .*; give .* bytes, or a smaller max_len"),
         ({"max_len": 10}, "max_len must be at least 64"),
     ],
