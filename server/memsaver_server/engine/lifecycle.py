@@ -329,7 +329,7 @@ class Lifecycle:
         place, nor if it raises then, except one of the ``refusals``, which mean that nothing was written.
 
         Raises, without running the block, NotResidentError if the tag is released and cannot be written in host memory,
-        OutOfHostMemoryError if that is too little, MemoryBusyError if an operation stalls or another block runs."""
+        OutOfHostMemoryError if there is too little, MemoryBusyError if an operation stalls or another block runs."""
         while not self._moving.acquire(timeout=self._phase_timeout_s):
             if self._updating:
                 raise self._update_too_long("nothing was written")
@@ -469,7 +469,8 @@ class Lifecycle:
                 raise errors.NotResidentError.of(tag)
 
     def _take(self, deadline: float, given_up: Callable[[], bool]) -> bool:
-        """Take the memory lock until ``deadline``, a time of the monotonic clock, or until ``given_up()``."""
+        """Wait for the memory lock until ``deadline``, a time of ``clock``, or ``given_up()``; return whether it was
+        taken."""
         return any(self._moving.acquire(timeout=wait_s) for wait_s in waits(deadline, given_up))
 
     def _take_between_updates(self, operation: Operation, log: PhaseLog) -> None:

@@ -140,7 +140,7 @@ class Execution:
         """Restore every engine: abort what is prepared, move back what was moved."""
         self._report("roll_back")
         self._operation.how = "undone"
-        with suppress(RecordError):  # it then says committing: another coordinator cannot commit, and undoes
+        with suppress(RecordError):  # it still says committing: another coordinator fails to, and undoes
             await self._note("rolling_back")
         await asyncio.gather(*map(self._undo_one, self._parts))
         await self._look()
@@ -163,8 +163,8 @@ class Execution:
         return {**body, "tags": list(part.named)} if part.named else body
 
     def _wishes_for_unnamed(self) -> list[Wanted]:
-        """Return a wish for each engine of which a resume by tags has brought back other tags, too: those stay when a
-        caller releases some of the named ones."""
+        """A resume of some tags may bring back others with them. Return a wish for each such engine that has these
+        others stay, also when a caller releases some of the named ones."""
         wish, named = self._operation.wish, self._request.tags
         if wish is None or wish.state != "resident" or not named:
             return []
@@ -294,8 +294,8 @@ class Execution:
         return True
 
     async def _options_back(self, part: Part, tags: Collection[str]) -> dict[str, object]:
-        """Return the options with which ``tags`` of an engine are moved back. A release has those of its wishes, but
-        keeps what was kept before, whatever they say. ``wait``: the operation that is undone may not have ended."""
+        """Return the options with which ``tags`` of an engine are moved back. For a release they are those of the
+        wishes for it, but what was kept before is kept again. ``wait``: what is undone may not have ended."""
         request = self._request
         if request.operation == "release":
             return {"wait": True, "wait_for_memory_s": self._timeout_s}

@@ -32,7 +32,7 @@ class Part:
     asked: bool = False  # a prepare was sent, so that the engine may be prepared
     named: tuple[str, ...] = ()  # the tags that it is asked to move, if not those of the request
     tags: tuple[str, ...] = ()  # the tags that its operation moves
-    kept: tuple[str, ...] = ()  # the tags whose content was kept before
+    kept: tuple[str, ...] = ()  # the tags that had a backup before it
     answer: OperationAnswer | None = None
     phase: str = ""  # the stage in which it failed
     failure: EngineFailure | None = None

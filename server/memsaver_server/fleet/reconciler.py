@@ -116,7 +116,7 @@ class Reconciler:
                 kind, _ = serves_nothing(now, version_for(member, record.demands))
                 part.fail("reconciling", EngineFailure(kind, excluded))
             if part.failure is not None or self._has_rival(part) or not _steps(part, record.wanted):
-                self._report(part)  # else a step does, which may fail again
+                self._report(part)  # else _step reports, as it may fail again
                 return [part.result(undone=False)] if part.failure is not None else []
             async with self._locks.held(part.locks):  # an operation may have moved it, or changed what is wanted
                 part, record = await self._roster.asked(member), await self._keeper.load()

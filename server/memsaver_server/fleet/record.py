@@ -140,8 +140,8 @@ class RecordContent(Model):
         return known if known is not None and known.at > time.time() - KEPT_S else None
 
     def is_overtaken(self, operation_id: str, tags: Sequence[str], members: Iterable[Described]) -> bool:
-        """Return whether another operation, since this one ended or was left, is about one of these members: after a
-        resize another resize, else one that leaves a wish about one of ``tags``; none means all."""
+        """Return whether a later operation concerns one of these members: for a resize another resize, else one that
+        has left a wish about one of ``tags``; none means all."""
         known = self.ids[operation_id]
         if known.resized is not None:
             resizes = [each for each in self.ids.values() if each.order > known.order]
@@ -273,8 +273,8 @@ def _covers(new: Wanted, old: Wanted) -> bool:
 
 
 def wishes_for(member: Described, wanted: Iterable[Wanted], now: OccupationAnswer | None) -> dict[str | None, Wanted]:
-    """Return the wish that counts for each tag of an engine, which has those of ``now``; that of None counts for tags
-    that are not named. An engine brings these back with the last of ``COMMON_TAGS``, so they are wanted then, too."""
+    """Return the wish that counts for each tag of an engine that holds ``now``; under None, that for the tags that no
+    wish names. The engine resumes these with the last of ``COMMON_TAGS``, so then they are wanted resident, too."""
     found: dict[str | None, Wanted] = {}
     for wish in wanted:
         if wish.selector.matches(member):
@@ -307,8 +307,8 @@ def wish_for(tag: str, wishes: Mapping[str | None, Wanted]) -> Wanted | None:
 
 
 def _demands_after(wish: Wanted, demands: tuple[Demand, ...]) -> tuple[Demand, ...]:
-    """Return what is demanded once ``wish`` is carried out. One that names no version ends demands if it is about the
-    weights; what is released until asked, or resumed for a request, changes nothing."""
+    """Return the demands once ``wish`` is carried out. A wish about the weights that names no version ends those about
+    its engines. One of the turns, which move memory as requests come, changes none."""
     version = wish.options.get("weights_version")
     if wish.until_asked or not (version or wish.tags is None or "weights" in wish.tags):
         return demands
@@ -356,8 +356,8 @@ class Keeper:
         self, operation_id: str, known: Known, wish: Wanted | None, rest: Sequence[Wanted], prepared_by: str
     ) -> None:
         """Note that an operation has ended, what its id stands for, and what is wanted from now on, as
-        ``RecordContent.noting``. One that was noted as running, ``prepared_by`` this key, and that another coordinator
-        has ended since, changes nothing."""
+        ``RecordContent.noting``. Changes nothing if it was noted as running, ``prepared_by`` this key, and another
+        coordinator has ended it since."""
 
         def change(content: RecordContent) -> RecordContent:
             running = content.running.get(operation_id)

@@ -35,7 +35,8 @@ _STRENGTH: tuple[DrainMode, ...] = ("wait", "keep", "abort")
 
 
 def _overtaken(release: Asked, by: Asked) -> Release | None:
-    """Return ``release`` with the mode of ``by`` and the longer deadline; None unless it is stronger, of equal tags."""
+    """Return ``release`` with the mode of ``by`` and the longer deadline; None unless ``by`` is a release of the same
+    tags with a stronger mode."""
     if not isinstance(release, Release) or not isinstance(by, Release) or release.tags != by.tags:
         return None
     if _STRENGTH.index(by.mode) <= _STRENGTH.index(release.mode):
@@ -266,7 +267,7 @@ class Operation:
             return True
 
     def renew(self, request: Asked) -> None:
-        """Let its lease last at least ``request.lease_s`` from now; once prepared, only if that has ``prepare``."""
+        """Let its lease last at least ``request.lease_s`` from now. Once prepared, only ``prepare`` renews it."""
         with self.changed:
             if self._lease_ends is None:
                 self._lease_s = max(self._lease_s, request.lease_s)

@@ -287,9 +287,9 @@ class RankMemory(Group):
 
     @contextmanager
     def _moving_communicators(self, steps: Steps, operation: Verb, names: tuple[str, ...]) -> Iterator[None]:
-        """Suspend or resume ``names`` while the steps in the block are taken. NCCL times out first, so that ranks can
-        report who is missing. To undo it, all ranks call again: those inside return only when the last one has
-        entered."""
+        """Suspend or resume ``names`` while the steps in the block are taken. The ranks' limit ends before that of the
+        step, so that they can report who is missing. An undo first has all ranks call again: those that are inside NCCL
+        return only when the last one has entered."""
         limit = self.deadlines.communicators_s
         releasing = operation == "release"
         name = f"{'suspend' if releasing else 'resume'} of communicators"
@@ -360,7 +360,7 @@ class RankMemory(Group):
         return [f"rank {rank}: {each}" if several else each for rank, all_ in said.items() for each in all_]
 
     def _resume_again(self, before: Sequence[Status | None], request: MemoryRequest) -> list[Answer]:
-        """Resume what was released since ``before``, and nothing else."""
+        """Undo a release: resume what was released since ``before``, and nothing else."""
         tags = _changed(before, self.statuses)
         policies = {**{tag.tag: tag.restore for tag in self.status().tags}, **request.restore}
         self._lost.update(tag for tag in tags if not keeps_all(policies[tag]))

@@ -96,7 +96,7 @@ def victims(slot: Slot, slots: Sequence[Slot]) -> list[Slot] | None:
 
 
 def _missing(slot: Slot, gpu: str, slots: Iterable[Slot]) -> int:
-    # Its resume goes by the free memory that it counts itself; else take the least that any engine counts.
+    # What counts for its resume is its own reading of free memory; without one, take the least of all engines'.
     free = slot.free.get(gpu, min((each.free[gpu] for each in slots if gpu in each.free), default=None))
     return slot.share_of(slot.released_bytes) - free if free is not None else 0
 

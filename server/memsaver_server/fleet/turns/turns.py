@@ -69,7 +69,7 @@ class Line:
 
     def __init__(self) -> None:
         self.looked = False  # its engines were read since the first request came, so that their free memory is known
-        self.short_since: float | None = None  # when no engine would fit, on the monotonic clock; None: one would
+        self.short_since: float | None = None  # since when no engine fits, on the monotonic clock; None: one does
         self.tried: set[str] = set()  # engines that could not be woken for it
         self._waiting: deque[tuple[float, asyncio.Future[Slot]]] = deque()
 
