@@ -25,6 +25,7 @@ PAGES = {
         "SECURITY.md": "security.md",
         "CHANGELOG.md": "changelog.md",
         "deploy/README.md": "deploy.md",
+        "deploy/torch-memory-saver/README.md": "torch-memory-saver.md",
         "benchmarks/README.md": "measurements.md",
         "tests/reliability/README.md": "failures-found.md",
         **{
