@@ -35,11 +35,10 @@ def load_weights(
     """Fill ``tensors()`` with the weights of ``key``: from the shared store if it has them, else by ``load()``, after
     which the store gets them. Return an empty string if they came from the store, else why not, which is logged, too.
 
-    The tensors are on one device, in a region of ``tag`` if ``load`` is to give them to the store. Those that the store
-    fills stay the same objects, on new memory, laid out as in the process that gave them. Their addresses change, so do
-    this before a graph captures them. All content is compared with its digests. If another process is loading the same
-    weights now, this waits for it, and calls ``load`` if that one ends. Errors of the store are no errors of this
-    function.
+    The tensors are on one device, in a region of ``tag`` if ``load`` is to give them to the store. Those that come from
+    it stay the same objects, on new memory, laid out as the giver's: their addresses change, so do this before a
+    graph captures them. All content is compared with its digests. If another process is loading the same weights now,
+    this waits for it, and calls ``load`` if that one ends. Errors of the store are no errors of this function.
     """
     store = process.saver().shared_store if process.enabled() else None
     if store is None:
@@ -120,7 +119,7 @@ class _Loading:
         backend, device = process.backend(), first.device.index or 0
         sharers = sharing(self._storages)
         policy = policy_for(self._tag, None).value
-        # Old memory is given back after each batch. A large one has more raw blocks, whose memory first serves to unpack.
+        # Old memory is given back after each batch. A large one has more raw blocks, whose memory serves to unpack.
         room = max(LEAST_BATCH_BYTES, self._saver.memory_info(device)[0] // 2)
         with backend.outside_regions():
             backend.forget_pools(self._tag)

@@ -13,8 +13,7 @@ namespace memsaver {
 // never spans two allocations, so freeing one leaves no partial backup.
 inline const std::size_t kBlockBytes = 32 * kSizeUnit;
 
-// Returns the memory that packed content of `bytes` gets. What it packs to after a change may be a little larger or
-// smaller: rounding lets it keep its memory.
+// Returns the memory for packed content: rounded, so that what packs to a little more or less after a change keeps it.
 [[nodiscard]] inline std::size_t round_packed(std::size_t bytes) { return round_up(bytes, kBlockBytes / 128); }
 
 // A part of an allocation that holds content, or of the backup file.

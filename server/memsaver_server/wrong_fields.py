@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 #: Characters of a value that are shown.
 _SHOWN = 60
 
 
-def _wrong(error: Mapping[str, Any]) -> str:
+def _wrong(error: ErrorDetails) -> str:
     kind, should, name = error["type"], error["msg"], ".".join(map(str, error["loc"])) or "the whole"
     if kind == "missing":
         return f"{name} is missing"
@@ -22,7 +22,7 @@ def _wrong(error: Mapping[str, Any]) -> str:
     return f"{name} is {repr(error['input'])[:_SHOWN]}, but {should.replace('Input should', 'should')}"
 
 
-def wrong_fields(error: ValidationError, named: int = 3, sentence: Callable[[Any], str] = _wrong) -> str:
+def wrong_fields(error: ValidationError, named: int = 3, sentence: Callable[[ErrorDetails], str] = _wrong) -> str:
     """Return which fields are wrong, ``named`` at most: by default what was found there and what should be, else what
     ``sentence`` makes of each."""
     errors = error.errors(include_url=False)

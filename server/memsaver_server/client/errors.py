@@ -116,8 +116,7 @@ _CLASSES: dict[str | int, type[AnswerError]] = {
 
 
 def class_for(kind: str, status: int) -> type[AnswerError]:
-    fallback = InvalidRequestError if 400 <= status < 500 else AnswerError
-    return _CLASSES.get(kind) or _CLASSES.get(status, fallback)
+    return _CLASSES.get(kind) or _CLASSES.get(status, InvalidRequestError if 400 <= status < 500 else AnswerError)
 
 
 def error_for(status: int, body: object, text: str, retry_after: str | None) -> AnswerError:

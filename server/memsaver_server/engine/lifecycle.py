@@ -300,9 +300,8 @@ class Lifecycle:
         while clock.monotonic() < deadline:
             time.sleep(max(0.0, min(MEMORY_POLL_S, deadline - clock.monotonic())))
             operation.check()
-            for device in self.memory.read_devices():
-                if device.index == index and device.unused_bytes >= needed_bytes:
-                    return
+            if any(each.unused_bytes >= needed_bytes for each in self.memory.read_devices() if each.index == index):
+                return
 
     def pause(self, mode: DrainMode, timeout_s: float, *, asleep: bool = False) -> None:
         """Stop generating until ``continue_generation``; memory stays resident. Returns after the drain. ``asleep``:
@@ -469,8 +468,7 @@ class Lifecycle:
                 raise errors.NotResidentError.of(tag)
 
     def _take(self, deadline: float, given_up: Callable[[], bool]) -> bool:
-        """Wait for the memory lock until ``deadline``, a time of ``clock``, or ``given_up()``; return whether it was
-        taken."""
+        """Take the memory lock before ``deadline``, a time of ``clock``, and ``given_up()``; return whether it did."""
         return any(self._moving.acquire(timeout=wait_s) for wait_s in waits(deadline, given_up))
 
     def _take_between_updates(self, operation: Operation, log: PhaseLog) -> None:

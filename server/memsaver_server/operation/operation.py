@@ -35,8 +35,7 @@ _STRENGTH: tuple[DrainMode, ...] = ("wait", "keep", "abort")
 
 
 def _overtaken(release: Asked, by: Asked) -> Release | None:
-    """Return ``release`` with the mode of ``by`` and the longer deadline; None unless ``by`` is a release of the same
-    tags with a stronger mode."""
+    """Return ``release`` with the mode of ``by`` and the longer deadline; None unless that is stronger, of equal tags."""
     if not isinstance(release, Release) or not isinstance(by, Release) or release.tags != by.tags:
         return None
     if _STRENGTH.index(by.mode) <= _STRENGTH.index(release.mode):

@@ -142,8 +142,7 @@ class RankMemory(Group):
         if self.failure:
             status = status.model_copy(update={"state": "failed", "failure": self.failure})
         if self._operation:
-            seconds = time.monotonic() - self._began
-            progress = self.progress.progress(self._operation, seconds)
+            progress = self.progress.progress(self._operation, time.monotonic() - self._began)
             status = status.model_copy(update={"progress": progress})
         return status.model_copy(update={"enabled": self.enabled(), "ranks": self.rank_statuses()})
 
@@ -356,8 +355,7 @@ class RankMemory(Group):
 
     def _of_ranks(self, said: Mapping[int, Sequence[str]]) -> list[str]:
         """Return what each rank said, with its number if there are several."""
-        several = self.several
-        return [f"rank {rank}: {each}" if several else each for rank, all_ in said.items() for each in all_]
+        return [f"rank {rank}: {each}" if self.several else each for rank, all_ in said.items() for each in all_]
 
     def _resume_again(self, before: Sequence[Status | None], request: MemoryRequest) -> list[Answer]:
         """Undo a release: resume what was released since ``before``, and nothing else."""
