@@ -35,7 +35,7 @@ _STRENGTH: tuple[DrainMode, ...] = ("wait", "keep", "abort")
 
 
 def _overtaken(release: Asked, by: Asked) -> Release | None:
-    """Return ``release`` with the mode of ``by`` and the longer deadline; None unless that is stronger, of equal tags."""
+    """Return ``release`` with the mode of ``by`` and the longer deadline; None unless it is stronger, tags equal."""
     if not isinstance(release, Release) or not isinstance(by, Release) or release.tags != by.tags:
         return None
     if _STRENGTH.index(by.mode) <= _STRENGTH.index(release.mode):
