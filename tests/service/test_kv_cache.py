@@ -299,6 +299,7 @@ def test_a_limit_that_the_end_of_the_coordinator_cuts_off_is_audited(
                 lambda: any(each.operation == "resize" and each.status == "running" for each in client.operations())
             )
         assert limited.result().status_code == 503
+    wait_until(lambda: audit.read_text().endswith("\n"))
     (line,) = [json.loads(line) for line in audit.read_text().splitlines()]
     assert (line["operation_id"], line["outcome"]) == ("cut", "server_ends")
 

@@ -115,9 +115,9 @@ def test_no_call_joins_a_drain_that_has_failed(operation: Operation) -> None:
     asked = operation.request
     stronger = asked.model_copy(update={"mode": "abort"})
     assert operation.join(stronger)
-    assert not operation.undo(asked)
+    assert not operation.begin_undo(asked)
     assert operation.state == "draining"
-    assert operation.undo(operation.request)
+    assert operation.begin_undo(operation.request)
     assert not operation.join(stronger)
 
 

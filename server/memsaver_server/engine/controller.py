@@ -337,7 +337,7 @@ class EngineController(Controller[Operation]):
             devices=tuple(
                 OccupiedDevice(
                     **dict(device),
-                    free_bytes=device.total_bytes - device.used_bytes,
+                    free_bytes=device.unused_bytes,
                     sources=tuple(break_down(device, sample)),
                 )
                 for device in sample.devices

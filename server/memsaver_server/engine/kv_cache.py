@@ -90,8 +90,7 @@ class ElasticCache:
             blockers.append(str(released))
         more = (pages - cache.kept) * cache.page_bytes
         rooms = [
-            DeviceRoom(index=each.index, needed_bytes=max(0, more), free_bytes=each.total_bytes - each.used_bytes)
-            for each in devices
+            DeviceRoom(index=each.index, needed_bytes=max(0, more), free_bytes=each.unused_bytes) for each in devices
         ]
         verb = "release" if more < 0 else "resume"
         does = f"{verb} {readable(abs(more))} of kv_cache" if more else ""
@@ -170,7 +169,7 @@ class ElasticCache:
                 operation.move_later()  # the cache keeps its size, and may grow to the new limit by need
                 report = self._lifecycle.with_room(operation, log, 0.0, partial(move, before))
         except BaseException:
-            operation.undo()
+            operation.begin_undo()
             self._engine.limit_kv_cache(before, 0.0)
             raise
         return ResizedReport(**dict(report), kv_cache=self.read(self._lifecycle.memory.read_devices()))
@@ -228,7 +227,7 @@ class ElasticCache:
 
 def free_bytes(devices: Iterable[DeviceMemory]) -> int:
     """Return what is free on the device that has least."""
-    return min((each.total_bytes - each.used_bytes for each in devices), default=0)
+    return min((each.unused_bytes for each in devices), default=0)
 
 
 def _pages(asked: ResizeKvCache, now: CachePages) -> int:

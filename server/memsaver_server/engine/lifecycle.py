@@ -154,7 +154,7 @@ class Lifecycle:
                 finally:
                     self._note_released(request, asked, before)
         except BaseException:
-            operation.undo()
+            operation.begin_undo()
             if request.prepare:
                 self.memory.give_back_reserved()
             raise
@@ -184,7 +184,7 @@ class Lifecycle:
                     return
                 raise errors.DrainTimeoutError(timeout_s, ["a weight update"])
             except errors.DrainTimeoutError:
-                if operation.undo(asked):
+                if operation.begin_undo(asked):
                     raise
             operation.check()
 
@@ -206,7 +206,7 @@ class Lifecycle:
             with log.phase(Phase.REPAIR):
                 self._admission.repair()
         except BaseException:
-            operation.undo()
+            operation.begin_undo()
             self._note_resumed(request, released)
             self._admission.reopen()
             raise

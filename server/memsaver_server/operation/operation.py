@@ -358,7 +358,7 @@ class Operation:
             self.advance("moved")
         return report
 
-    def undo(self, asked: Asked | None = None) -> bool:
+    def begin_undo(self, asked: Asked | None = None) -> bool:
         """Begin to undo it after an error; no call joins it any more. Return False, and change nothing, if memory was
         moved, it was cancelled, or its drain was overtaken since ``asked``."""
         with self.changed:
@@ -382,7 +382,7 @@ class Operation:
         """Record how it ended. ``answer_callers`` then notifies its callers."""
         with self.changed:
             if error is not None:
-                self.undo()
+                self.begin_undo()
             self.seconds = clock.monotonic() - self._started if self.started_at is not None else 0.0
             self.finished_at = time.time()
             self.report = None if report is None else report.model_copy(update={"seconds": self.seconds})
