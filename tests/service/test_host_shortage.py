@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from memsaver_core import MemsaverError, _native
+from memsaver_server import doctor
 from tests.reliability.surroundings import (
     control_group,
     in_child,
@@ -240,7 +241,7 @@ def test_a_connection_that_cannot_be_accepted_costs_little(
 
 @pytest.mark.guards("running out of memory or other resources killed the process")
 def test_a_host_device_in_a_full_shared_memory_is_an_error() -> None:
-    """Not a SIGBUS at its first use."""
+    """Not a SIGBUS at its first use. `memsaver doctor` finds it."""
 
     def body() -> None:
         keep_mounts_private()
@@ -249,5 +250,9 @@ def test_a_host_device_in_a_full_shared_memory_is_an_error() -> None:
             os.posix_fallocate(file.fileno(), 0, 64 << 10)
         with pytest.raises(MemsaverError, match=r"/dev/shm/memsaver-.*No space left on device"):
             _native.Saver(driver="host", host_devices=["full"], host_capacity=64 * MIB)
+        os.environ["MEMSAVER_HOST_DEVICE"] = "full"
+        found = doctor.check_host_driver(doctor.look())
+        assert found.level is doctor.Level.BLOCKED
+        assert "/dev/shm, which has the account that they share, is full" in found.found
 
     in_child(body)
