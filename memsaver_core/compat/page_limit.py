@@ -40,14 +40,18 @@ class Prefixes:
 
     def found(self, prefix: Hashable, pages: int = 1) -> None:
         """Note that a request has found ``prefix`` on so many pages."""
+        self._forget_old()
         self._found_before.pop(prefix, None)
         self._found[prefix] = pages
 
     def reused(self) -> int:
-        """Return on how many pages prefixes were found lately. Only calls forget what is older."""
+        """Return on how many pages prefixes were found lately."""
+        self._forget_old()
+        return sum(self._found.values()) + sum(self._found_before.values())
+
+    def _forget_old(self) -> None:
         if time.monotonic() - self._since > RECENT_S:
             self._found, self._found_before, self._since = {}, self._found, time.monotonic()
-        return sum(self._found.values()) + sum(self._found_before.values())
 
     def forget(self, reset: Function, *args: Any, **kwargs: Any) -> Any:
         """Call ``reset``, which empties the cache on purpose: what is computed after it does not count."""

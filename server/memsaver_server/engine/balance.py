@@ -126,7 +126,7 @@ class Balancer:
             self._note()
         if now.running is not None or now.state != "resident":
             return
-        devices = self._lifecycle.memory.read_devices()
+        before, devices = self._lifecycle.memory.status(), self._lifecycle.memory.read_devices()
         cache = self._cache.read(devices)
         at = time.monotonic()
         if cache.recomputed > self._recomputed:
@@ -136,14 +136,17 @@ class Balancer:
         wanted = wanted_bytes(cache, low, high, at - self._recomputed_at)
         if at < self._had_until:
             wanted = max(wanted, min(self._had, high, cache.full_bytes))
-        outside = outside_bytes(self._lifecycle.memory.status(), devices)
+        # An operation that has begun meanwhile may have changed the one or the other.
+        outside = min(outside_bytes(status, devices) for status in (before, self._lifecycle.memory.status()))
+        if self._lifecycle.snapshot().running is not None:
+            return
         self._outside = max(self._outside, outside)
         mine = Row(at, cache.bytes, wanted, spare=self._outside - outside)
         with _rows(devices) as rows:
             others = [row for name, row in rows.items() if name != self._name]
             rows[self._name] = mine
         step = max(cache.page_bytes, int(cache.full_bytes * STEP))
-        target = target_bytes(mine, others, free_bytes(devices) - step, low)
+        target = target_bytes(mine, others, max(0, free_bytes(devices) - step), low)
         if abs(target - cache.bytes) < step:
             return
         if self._last is None or self._last.error is None or time.monotonic() - self._tried_at > DRAIN_S:
