@@ -1,11 +1,9 @@
-"""Starts threads, or leaves nothing half done if the system refuses one; makes futures of an event loop; and says how
-another Python is started."""
+"""Starts threads, or leaves nothing half done if the system refuses one; and makes futures of an event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,10 +13,6 @@ from typing import ParamSpec, TypeVar
 
 from memsaver_core.contract.errors import NoThreadError
 from memsaver_core.rendezvous import settle
-
-#: Begins the command of a program with this package's modules. They are not looked for in the current folder, which may
-#: be a checkout, without the compiled core; Python 3.10 cannot leave it out.
-PYTHON = (sys.executable, *(("-P",) if sys.version_info >= (3, 11) else ()))
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

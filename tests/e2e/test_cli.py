@@ -20,7 +20,7 @@ from memsaver_server import attach
 from memsaver_server.cli.live import until_ended
 from memsaver_server.client import AcceptedAnswer, Client
 from memsaver_server.engine.gate import Gate
-from memsaver_server.threads import PYTHON
+from memsaver_server.reference import PYTHON
 from tests import forks
 from tests.waiting import wait_until
 

@@ -110,7 +110,7 @@ def _run(client: Client, console: Console, spinner: Status) -> None:
 @contextmanager
 def _engine(serve_options: Sequence[str]) -> Iterator[str]:
     """Run ``memsaver serve`` as a child process during the block; yields its address."""
-    from memsaver_server.threads import PYTHON  # loads what --help does without
+    from memsaver_server.reference import PYTHON  # no other command needs the engine
 
     environment = {key: value for key, value in os.environ.items() if key != "MEMSAVER_API_KEY"}
     command = [*PYTHON, "-m", "memsaver_server.cli", "serve", "--port", "0", *serve_options]

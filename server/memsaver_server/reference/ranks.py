@@ -34,8 +34,9 @@ from memsaver_core.ranks.rank import Rank
 from memsaver_core.rendezvous import Listener, started
 from memsaver_server.ranks import RankMemory
 from memsaver_server.ranks.watch import ProcessWatch, is_stopped
+from memsaver_server.reference import PYTHON
 from memsaver_server.reference.runner import ModelRunner, Options, Row
-from memsaver_server.threads import PYTHON, start_thread
+from memsaver_server.threads import start_thread
 
 dist: Any = torch.distributed  # typed in part
 log = logging.getLogger("memsaver.engine")
