@@ -143,7 +143,7 @@ class Controller(Protocol[OperationT]):
 
     async def attend(self, operation: OperationT, *, prepared: bool) -> None:
         """Wait until an operation has ended, or is ``prepared`` if its caller asked for that. Raises PhaseTimeoutError
-        if it stalls (it continues), EngineFailedError if a rank was lost."""
+        if it stalls (it continues), GroupFailedError if a rank was lost."""
 
     def answer(self, operation: OperationT) -> Answer:
         """Return the answer to the callers of an operation that has ended, or is prepared."""

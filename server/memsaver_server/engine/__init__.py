@@ -92,6 +92,9 @@ class WatchedMemory(Memory, Protocol):
     def on_failure(self, call: Callable[[], None]) -> None:
         """Call ``call`` once ``status`` is ``failed``, at once if it is; from any thread."""
 
+    def raise_if_failed(self) -> None:
+        """Raise GroupFailedError if a process has ended or hangs."""
+
     def take_lost(self) -> set[str]:
         """Return the tags that are resident again after a failed release, but without their content. Each call returns
         only tags that no call before has returned."""

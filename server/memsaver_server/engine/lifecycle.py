@@ -414,9 +414,9 @@ class Lifecycle:
         return bool(released_tags(status)) or status.hibernated or self._admission.asleep
 
     def raise_if_rank_lost(self) -> None:
-        """Raise EngineFailedError if the engine's ranks have failed."""
+        """Raise GroupFailedError, as the operation that runs does, if the engine's ranks have failed."""
         if isinstance(self.memory, WatchedMemory):
-            self._check_usable()
+            self.memory.raise_if_failed()
 
     def _check_usable(self) -> None:
         status = self.memory.status()
