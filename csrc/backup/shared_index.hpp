@@ -319,11 +319,16 @@ class SharedIndex {
   [[nodiscard]] bool is_used(std::uint32_t index) const REQUIRES(mutex) {
     return (layout_.entries[index].holders & ~keepers()) != 0;
   }
+  [[nodiscard]] bool has_keeper() const REQUIRES(mutex) { return keepers() != 0; }
+  // Returns whether a keeper holds an entry.
+  [[nodiscard]] bool is_kept(std::uint32_t index) const REQUIRES(mutex) {
+    return (layout_.entries[index].holders & keepers()) != 0;
+  }
   // Asks keepers to drop `bytes`; false if there are no keepers.
   [[nodiscard]] bool ask_keepers(std::size_t bytes) REQUIRES(mutex) {
     layout_.wanted = bytes;
-    if (keepers() != 0) wake();
-    return keepers() != 0;
+    if (has_keeper()) wake();
+    return has_keeper();
   }
   [[nodiscard]] std::size_t take_wanted() REQUIRES(mutex) { return layout_.wanted.exchange(0); }
 

@@ -155,13 +155,22 @@ class SharedStore {
   }
   // Hides a held entry from all searches: its content is damaged. Processes that hold it keep it.
   void spoil(std::uint32_t entry) { index_->spoil(entry); }
-  // Publishes a text that was claimed by its name: find_or_claim() without content bytes. Throws as take(), or
-  // out_of_host_memory if the index is not free.
+  // Publishes a text that was claimed by its name: find_or_claim() without content bytes. Returns once a keeper, if
+  // there is one, holds it and what it names, so that this process may give that up; after kKeepTimeout in any case.
+  // Throws as take(), or out_of_host_memory if the index is not free.
   void publish_text(std::uint32_t entry, const std::string& text) {
     const std::vector<HostRange> memory = take(entry, text.size(), text.size(), -1);
     if (memory.empty()) throw Error(ErrorKind::out_of_host_memory, "the index of the shared store is not free");
     copy_to_ranges(text.data(), {{0, text.size()}}, memory);
     publish(entry);
+    const auto until = std::chrono::steady_clock::now() + kKeepTimeout;
+    for (bool waiting = true; waiting && std::chrono::steady_clock::now() < until;) {
+      const std::uint32_t seen = changes();
+      if (!lock_index()) return;
+      waiting = index_->has_keeper() && !index_->is_kept(entry);
+      index_->mutex.unlock();
+      if (waiting) wait_for_change(seen);
+    }
   }
   // A text, and the entries of the content that it names. It begins with two words and the number of blocks; then, for
   // each block, the lanes of its digest and the bytes of its content (0: all zeros, which are not kept). Numbers are
@@ -195,16 +204,19 @@ class SharedStore {
     if (!lock_index()) return;
     index_->drop_dead_members();
     const std::set<std::uint32_t> wanted = wanted_of_texts(limit);
+    bool changed = false;
     for (const auto entry : wanted) {
-      if (held_.insert(entry).second) index_->hold(entry);
+      if (!held_.insert(entry).second) continue;
+      index_->hold(entry);
+      changed = true;
     }
-    const bool any_dropped = wanted.size() < held_.size();
+    changed = changed || wanted.size() < held_.size();
     for (auto entry = held_.begin(); entry != held_.end();) {
       const bool dropped = wanted.count(*entry) == 0;
       if (dropped) index_->drop(*entry);
       entry = dropped ? held_.erase(entry) : std::next(entry);
     }
-    if (any_dropped) index_->wake();  // a member may wait for room
+    if (changed) index_->wake();  // a member may wait for room, or until its text is held
     index_->mutex.unlock();
   }
   // Ends the use of an entry, kept or claimed. Makes no system call: apply_pending() does.
@@ -302,6 +314,7 @@ class SharedStore {
   static constexpr std::chrono::milliseconds kAnswerTimeout{5000};  // of a process that has it
   static constexpr std::chrono::milliseconds kIndexTimeout{1000};
   static constexpr std::chrono::milliseconds kKeeperTimeout{1000};  // for room that a keeper is to give back
+  static constexpr std::chrono::milliseconds kKeepTimeout{5000};    // for a keeper to hold a new text
   static constexpr std::chrono::milliseconds kSlabTimeout{5000};    // for a slab that another process makes
   static constexpr std::size_t kTouchers = 8;                       // 8 GiB in 1.6 s, of pages of 4 KiB
   // Follows the name of the limit in errors.

@@ -99,11 +99,7 @@ class StoreSockets {
   static constexpr char kLockName[] = "gate";  // what other versions of memsaver use, too
 
   static std::string prefix_of(const std::string& store) {
-    constexpr char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.";
-    if (store.empty() || store.size() > 64 || store.find_first_not_of(plain) != std::string::npos) {
-      throw Error(ErrorKind::configuration, "MEMSAVER_SHARED_BACKUPS: the name '" + store +
-                                                "' must be 1 to 64 letters, digits, '-', '_' and '.'");
-    }
+    check_name("MEMSAVER_SHARED_BACKUPS", store);
     return "memsaver-backups/" + std::to_string(geteuid()) + "/" + store + "/";
   }
 

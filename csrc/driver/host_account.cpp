@@ -123,11 +123,7 @@ std::shared_ptr<HostAccount> HostAccount::open(const std::string& name, std::siz
     account->join(capacity_bytes);
     return account;
   }
-  constexpr char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.";
-  if (name.find_first_not_of(plain) != std::string::npos) {
-    throw Error(ErrorKind::configuration,
-                "MEMSAVER_HOST_DEVICE: the name '" + name + "' may hold letters, digits, '-', '_' and '.' only");
-  }
+  check_name("MEMSAVER_HOST_DEVICE", name);
   const std::string path = "/dev/shm/memsaver-" + std::to_string(getuid()) + "-" + name;
   Registry& registry = Registry::instance();
   const Lock lock(registry.mutex);

@@ -99,4 +99,12 @@ class Error : public std::runtime_error {
   std::string text_;
 };
 
+// Throws configuration, naming `setting`, unless `name` is 1 to 64 letters, digits, '-', '_' and '.'.
+inline void check_name(const std::string& setting, const std::string& name) {
+  constexpr char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.";
+  if (!name.empty() && name.size() <= 64 && name.find_first_not_of(plain) == std::string::npos) return;
+  throw Error(ErrorKind::configuration,
+              setting + ": the name '" + name + "' must be 1 to 64 letters, digits, '-', '_' and '.'");
+}
+
 }  // namespace memsaver

@@ -14,8 +14,7 @@ import pytest
 from memsaver_server.client import Client
 from memsaver_server.reference.builtin_model import small_checkpoint
 from tests.programs import Child, output_of
-from tests.reliability.test_keeper import Keeper, is_held, listed
-from tests.waiting import wait_until
+from tests.reliability.test_keeper import Keeper, listed
 
 from .serving import FORKED_RANKS, serving
 
@@ -66,7 +65,7 @@ def test_the_next_engine_serves_without_reading_its_checkpoint(store: str, tmp_p
         assert FELL_BACK in first.log
         expected = tokens(client)
         client.release()
-        wait_until(lambda: is_held(store) and len(listed(store)) == ranks)
+        assert len(listed(store)) == ranks
         first.process.kill()
         first.process.wait(600)
     damage(folder)
@@ -108,5 +107,4 @@ def test_a_module_engine_starts_from_the_store(store: str) -> None:
     with Child("-c", MODULE + "sys.stdin.readline()", **changes) as first:
         loads, result = first.read_line().split()
         assert loads == "1"
-        wait_until(lambda: is_held(store))
     assert output_of(MODULE, **changes).split() == ["0", result]

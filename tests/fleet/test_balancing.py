@@ -65,7 +65,7 @@ def tenant(left: int) -> Iterator[None]:
     del held
 
 
-def rows() -> dict[str, balance.Row]:
+def rows() -> dict[str, balance.CacheRow]:
     with balance._rows(ms.read_devices()) as found:
         return dict(found)
 

@@ -83,16 +83,11 @@ def is_held(store: str, keepers: int = 1) -> bool:
     return bool(kept) and all(sum(keeper for _, keeper in each.text["holders"]) == keepers for each in kept)
 
 
-def gone(engine: Engine, store: str) -> None:
-    """Kill the engine, after a keeper has noticed what it gave."""
-    wait_until(lambda: is_held(store))
-    engine.kill()
-
-
 @pytest.mark.parametrize("state", ["resident", "released", "releasing", "resuming"])
 @pytest.mark.guards("a process was killed in the middle of an operation")
 def test_the_next_engine_loads_nothing(store: str, running: list[Any], state: str) -> None:
-    """Whatever its predecessor was doing when it was killed; the content is the same, and no release copies it."""
+    """Whatever its predecessor was doing when it was killed, once its weights were loaded: the keeper holds them by
+    then. The content is the same, and no release copies it."""
     keeper = Keeper(store)
     first = Engine(store)
     running += [keeper, first]
@@ -107,7 +102,7 @@ def test_the_next_engine_loads_nothing(store: str, running: list[Any], state: st
     elif state == "releasing":
         first.does("hold", "unmap")
         first.tell("release")
-    gone(first, store)
+    first.kill()
     next_one = Engine(store)
     running.append(next_one)
     assert next_one.load() == ["", 0, sums]
@@ -196,7 +191,7 @@ def test_what_is_damaged_is_loaded_anew(store: str, running: list[Any], pattern:
     """And replaced, so that the next engine finds it good."""
     keeper, first, second, third = running[:] = [Keeper(store), Engine(store), Engine(store), Engine(store)]
     sums = first.load()[2]
-    gone(first, store)
+    first.kill()
     change_in_the_store(keeper, pattern)
     why, loads, now = second.load()
     assert reason in why
@@ -258,7 +253,7 @@ def test_kept_weights_give_way(store: str, running: list[Any]) -> None:
     first, second = Engine(store), Engine(store)
     running += [first, second]
     first.load()
-    gone(first, store)
+    first.kill()
     assert second.load(model="another", seed=5)[1] == 1
     assert second.does("release")["unchanged_bytes"] > WEIGHTS
     assert [each["model"] for each in listed(store)] == ["another"]
@@ -283,7 +278,7 @@ def test_a_second_keeper_takes_over(store: str, running: list[Any]) -> None:
 def test_a_keeper_is_small_and_ends_with_its_store(store: str, running: list[Any]) -> None:
     keeper, engine = running[:] = [Keeper(store), Engine(store)]
     engine.load()
-    gone(engine, store)
+    engine.kill()
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{keeper.process.pid}/status").read_text().splitlines())
     assert int(fields["VmRSS"].split()[0]) < 12 << 10  # KiB; most of it is the index and code that processes share
     assert int(fields["RssAnon"].split()[0]) < 1 << 10
@@ -314,7 +309,7 @@ def test_keepers_are_killed_at_any_moment(store: str, running: list[Any]) -> Non
         status = engine.does("status")
         assert status["used_bytes"] < 1.2 * WEIGHTS
     running.append(Keeper(store))
-    gone(engine, store)
+    engine.kill()
     next_one = Engine(store)
     running.append(next_one)
     assert next_one.load() == ["", 0, sums]

@@ -63,7 +63,7 @@ def test_a_worker_that_died_is_replaced() -> None:
         raise SystemExit  # ends the thread
 
     def work(operation: Operation, log: ms.PhaseLog) -> OperationReport:
-        operation.hold()
+        operation.await_commit()
         return operation.moved(ms.resume(log=log))
 
     operations = OperationQueue(8, finished, LOCAL_MEMORY)

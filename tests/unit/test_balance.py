@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from memsaver_core.contract.status import DeviceMemory, KvCacheAnswer, Status, TagStatus
-from memsaver_server.engine.balance import Row, outside_bytes, target_bytes, wanted_bytes
+from memsaver_server.engine.balance import CacheRow, outside_bytes, target_bytes, wanted_bytes
 from memsaver_server.settings import Settings
 
 TOTAL = 1000
@@ -41,7 +41,7 @@ def settled(demands: list[int], sizes: list[int]) -> list[int]:
     for _ in range(60):
         for each, size in enumerate(sizes):
             rows = [
-                Row(0.0, other, wanted_bytes(cache(other, min(other, demand)), 100, 900, inf))
+                CacheRow(0.0, other, wanted_bytes(cache(other, min(other, demand)), 100, 900, inf))
                 for other, demand in zip(sizes, demands, strict=True)
             ]
             mine = rows.pop(each)
@@ -92,7 +92,7 @@ def test_many_engines_with_changing_demands() -> None:
     ],
 )
 def test_a_resume_gets_what_it_lacks(mine: tuple[int, int], needs: int, free: int, size: int) -> None:
-    assert target_bytes(Row(0.0, *mine), [Row(0.0, 0, 0, needs)], free, 100) == size
+    assert target_bytes(CacheRow(0.0, *mine), [CacheRow(0.0, 0, 0, needs)], free, 100) == size
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_resume_gets_what_it_lacks(mine: tuple[int, int], needs: int, free: in
 def test_what_an_engine_needs_outside_its_cache_stays_free(
     mine: tuple[int, int], spare: int, others: int, free: int, size: int
 ) -> None:
-    assert target_bytes(Row(0.0, *mine, spare=spare), [Row(0.0, 100, 100, spare=others)], free, 100) == size
+    assert target_bytes(CacheRow(0.0, *mine, spare=spare), [CacheRow(0.0, 100, 100, spare=others)], free, 100) == size
 
 
 @pytest.mark.parametrize(("driver", "process", "outside"), [("cuda", 900, 150), ("cuda", None, 0), ("host", 900, 0)])

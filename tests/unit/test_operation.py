@@ -42,7 +42,7 @@ def held(operation: Operation) -> tuple[threading.Thread, list[BaseException]]:
 
     def hold() -> None:
         try:
-            operation.hold()
+            operation.await_commit()
         except OperationCancelledError as error:
             errors.append(error)
 

@@ -34,10 +34,11 @@ parallel = dict(rank=0, world_size=1, tensor_parallel_size=1, pipeline_parallel_
 parallel |= dict(data_parallel_rank=0, enable_expert_parallel=False) | asked.get("parallel", {})
 model = dict(model=folder, revision=None, dtype="bfloat16", quantization=None, sleep_mode_backend="memsaver")
 model_config = Config(**model | dict(enable_sleep_mode=True) | asked.get("model", {}))
-config = Config(model_config=model_config, parallel_config=Config(**parallel))
+load_config = Config(load_format="memsaver", download_dir=None)
+config = Config(model_config=model_config, parallel_config=Config(**parallel), load_config=load_config)
 worker = Worker(config)
 worker.init_device()
-loader = model_loader.get_model_loader(Config(load_format="memsaver"))
+loader = model_loader.get_model_loader(load_config)
 with worker._maybe_get_memory_pool_context("weights"):
     made = loader.load_model(vllm_config=config, model_config=model_config)
 for line in sys.stdin:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import memsaver_core as ms
-from memsaver_core import process
+from memsaver_core.compat.loading import checkpoint_revision, tensors_of
 from memsaver_core.compat.vllm.allocator import worker_config
 
 logger = logging.getLogger(__name__)
@@ -48,23 +48,17 @@ def register(module: ModuleType) -> None:
             if vllm_config is None or (key := _key(vllm_config, model_config)) is None:
                 load()
             else:
-                ms.load_weights(key, partial(_tensors, model), load)
+                ms.load_weights(key, partial(tensors_of, model), load)
 
     module.register_model_loader(LOAD_FORMAT)(MemsaverModelLoader)
-
-
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters, and the buffers on the device: others are made by the model itself."""
-    device = process.torch_device().type
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if buffer.device.type == device)
-    return dict([*model.named_parameters(), *buffers])
 
 
 def _key(vllm_config: Any, model_config: Any) -> ms.WeightsKey | None:
     """Return what the weights of this worker are: replicas of an engine have the same, unless experts are divided among
     them. None, with a warning, if they cannot be shared."""
     try:
-        revision = ms.revision_of(_folder(model_config))
+        cache = vllm_config.load_config.download_dir
+        revision = checkpoint_revision(model_config.model, model_config.revision, cache)
     except OSError as error:
         logger.warning("weights are not shared, because their files are not found: %s", error)
         return None
@@ -84,13 +78,3 @@ def _key(vllm_config: Any, model_config: Any) -> ms.WeightsKey | None:
         ranks=parallel.world_size * (parallel.data_parallel_size if divided else 1),
         program=f"vllm {version}, tensors, layers, experts in {sizes}",
     )
-
-
-def _folder(model_config: Any) -> Path:
-    path = Path(model_config.model)
-    if path.is_dir():
-        return path
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model_config.model, "config.json", revision=model_config.revision)
-    return Path(found).parent if isinstance(found, str) else path

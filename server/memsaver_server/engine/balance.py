@@ -54,7 +54,7 @@ STEP = 1 / 64
 _Size = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
-class Row(NamedTuple):
+class CacheRow(NamedTuple):
     """What one engine's cache has, and what it wants, bytes."""
 
     at: float  # of the monotonic clock, which all processes of a host share
@@ -64,7 +64,7 @@ class Row(NamedTuple):
     spare: _Size = 0  # to be left free: the engine may need it again outside its regions
 
 
-_ROWS = TypeAdapter(dict[str, Row])
+_ROWS = TypeAdapter(dict[str, CacheRow])
 
 
 class Balancer:
@@ -111,7 +111,7 @@ class Balancer:
         with suppress(MemsaverError, OSError), _rows(self._lifecycle.memory.read_devices()) as rows:
             rows.pop(self._name, None)
             if self._asked:
-                rows[self._name] = Row(time.monotonic(), 0, 0, self._asked)
+                rows[self._name] = CacheRow(time.monotonic(), 0, 0, self._asked)
 
     def _run(self) -> None:
         while not self._stopped.wait(TICK_S):
@@ -141,7 +141,7 @@ class Balancer:
         if self._lifecycle.snapshot().running is not None:
             return
         self._outside = max(self._outside, outside)
-        mine = Row(at, cache.bytes, wanted, spare=self._outside - outside)
+        mine = CacheRow(at, cache.bytes, wanted, spare=self._outside - outside)
         with _rows(devices) as rows:
             others = [row for name, row in rows.items() if name != self._name]
             rows[self._name] = mine
@@ -178,7 +178,7 @@ def outside_bytes(status: Status, devices: Sequence[DeviceMemory]) -> int:
     )
 
 
-def target_bytes(mine: Row, others: Sequence[Row], free: int, low: int) -> int:
+def target_bytes(mine: CacheRow, others: Sequence[CacheRow], free: int, low: int) -> int:
     """Return the size that a cache should have, while ``free`` bytes of the device are unused. It gives others what
     they lack: what it does not want or, if that is more, what it has above an equal share, up to their shares. For
     resumes and spare memory, which are more urgent than the size of a cache, it gives all that it has above ``low``."""
@@ -194,7 +194,7 @@ def target_bytes(mine: Row, others: Sequence[Row], free: int, low: int) -> int:
 
 
 @contextmanager
-def _rows(devices: Sequence[DeviceMemory]) -> Iterator[dict[str, Row]]:
+def _rows(devices: Sequence[DeviceMemory]) -> Iterator[dict[str, CacheRow]]:
     """Yield the rows of the engines on these devices, to be changed; no other process uses them meanwhile."""
     digest = sha256(" ".join(sorted(device.uuid for device in devices)).encode()).hexdigest()[:16]
     path = Path(f"/dev/shm/memsaver-{os.getuid()}-balance-{digest}")

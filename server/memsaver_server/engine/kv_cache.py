@@ -186,7 +186,7 @@ class ElasticCache:
 
     def _move(self, operation: Operation, log: PhaseLog, pages: int) -> OperationReport:
         self._lifecycle.check_resident(_TAGS)
-        operation.hold()
+        operation.await_commit()
         shrunk = self._tag().shrunk_bytes
         with log.phase(Phase.RESIZE):
             self._engine.resize_kv_cache(pages)

@@ -129,7 +129,7 @@ class Lifecycle:
 
     def _release(self, request: Release, operation: Operation, log: PhaseLog) -> OperationReport:
         if not self.memory.enabled():
-            operation.hold()
+            operation.await_commit()
             return operation.moved(self.memory.release(request, log=log))
         self._check_usable()
         before = self.status_of(request).tags
@@ -141,13 +141,13 @@ class Lifecycle:
                     self._drain(operation)
                     until_released.callback(self._moving.release)
                     if not request.prepare:
-                        operation.hold()
+                        operation.await_commit()
                 if not request.dp_ranks:
                     self._verification.before_release(request, log)
                 if request.prepare:
                     with log.phase(Phase.CHECK):
                         self.memory.check_release(asked)
-                    operation.hold()
+                    operation.await_commit()
                 work = partial(self.memory.release, asked, log=log)
                 try:
                     return operation.moved(self.release_cache(work) if _gives_up_cache(asked, before) else work())
@@ -190,7 +190,7 @@ class Lifecycle:
 
     def _resume(self, request: Resume, operation: Operation, log: PhaseLog) -> OperationReport:
         if not self.memory.enabled():
-            operation.hold()
+            operation.await_commit()
             return operation.moved(self.memory.resume(request, log=log))
         self._check_usable()
         status = self.status_of(request)
@@ -272,7 +272,7 @@ class Lifecycle:
         """Resume all else, and then as much of the KV cache as fits. If that fails, what came back stays."""
         assert self.fit_cache is not None
         self.check(request)
-        operation.hold()
+        operation.await_commit()
         asked = {tag for tag in released_tags(self.memory.status()) if not request.tags or tag in request.tags}
         others = request.model_copy(update={"tags": tuple(sorted(asked - {*ResizeKvCache.tags}))})
         moved = [tag for tag in self.memory.resume(others, log=log).tags if not tag.already] if others.tags else []
@@ -288,7 +288,7 @@ class Lifecycle:
             with log.phase(Phase.RESERVE):
                 self.memory.reserve(request)
         try:
-            operation.hold()
+            operation.await_commit()
             return operation.moved(self.memory.resume(request, log=log))
         except BaseException:
             if request.prepare:

@@ -323,7 +323,7 @@ class Operation:
         if self.cancelled_by is not None and self.table.allows(self.state, "cancelled"):
             raise self._cancellation()
 
-    def hold(self) -> None:
+    def await_commit(self) -> None:
         """Stay prepared until the commit; return at once if there was one, or if it is not to be prepared. From then on
         memory is moved, without interruption. Raises OperationCancelledError if it was cancelled or its lease ended."""
         if not self.blocks_others:

@@ -14,6 +14,7 @@ from typing import Any
 from memsaver_core import MemsaverError, communicators
 from memsaver_core.rendezvous import FOLDER
 from memsaver_server.integrations.adapter.plugin import Plugin
+from memsaver_server.integrations.sglang import loader
 
 ADAPTER = "sglang.srt.utils.torch_memory_saver_adapter"
 _plugin = Plugin("MEMSAVER_SGLANG", "memsaver_server.integrations.sglang.engine:SglangEngine", ADAPTER)
@@ -32,6 +33,7 @@ def register() -> None:
         CONFIGURE: _configure,
         f"{manager}.__init__": _initialize_manager,
         **{f"{manager}.{call}": _raising(call) for call in CALLS},
+        **loader.register(),
     }
     if os.environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "").lower() in ("1", "true"):  # a release includes graphs
         around[f"{BACKEND}.__init__"] = _tag_prefill_graphs

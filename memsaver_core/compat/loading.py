@@ -1,0 +1,29 @@
+"""What the loaders of vLLM and SGLang need besides ``memsaver_core.load_weights``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from memsaver_core import process
+from memsaver_core.manifests import revision_of
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters, and the buffers on the device: others are made by the model itself."""
+    device = process.torch_device().type
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if buffer.device.type == device)
+    return dict([*model.named_parameters(), *buffers])
+
+
+def checkpoint_revision(model: str, revision: str | None, cache: str | None) -> str:
+    """As ``revision_of``; ``model`` may also name one of the Hugging Face Hub, downloaded to ``cache`` (None: the
+    usual folder)."""
+    path = Path(model)
+    if not path.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, "config.json", cache_dir=cache, revision=revision)
+        path = Path(found).parent if isinstance(found, str) else path
+    return revision_of(path)

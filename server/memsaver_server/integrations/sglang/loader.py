@@ -1,0 +1,102 @@
+"""SGLang's load format ``memsaver``: weights from the shared store if it has them, else as SGLang loads them itself."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memsaver_core as ms
+from memsaver_core.compat.loading import checkpoint_revision, tensors_of
+
+logger = logging.getLogger("memsaver")
+
+LOAD_FORMAT = "memsaver"
+LOADER = "sglang.srt.model_loader.loader"
+#: Options of SGLang that decide which part of the weights a rank has, and where, if the tensors have equal shapes.
+OPTIONS = (
+    *("tp_size", "pp_size", "dp_size", "ep_size", "moe_dense_tp_size", "enable_dp_attention", "enable_dp_lm_head"),
+    *("ep_num_redundant_experts", "init_expert_location", "moe_a2a_backend", "moe_runner_backend"),
+    *("disable_shared_experts_fusion", "json_model_override_args"),
+)
+
+
+def register() -> dict[str, Callable[..., Any]]:
+    """Have SGLang's command line accept the load format; return the hooks around SGLang's functions."""
+    importlib.import_module("sglang.srt.server_args").add_load_format_choices([LOAD_FORMAT])
+    configuration = "sglang.srt.configs.load_config.LoadConfig._verify_load_format"
+    return {configuration: _verify_load_format, f"{LOADER}.DefaultModelLoader.load_model": _load_model}
+
+
+def _verify_load_format(original: Callable[[Any], None], config: Any) -> None:
+    """Have SGLang choose the loader as for ``auto``."""
+    config.memsaver = config.load_format == LOAD_FORMAT
+    if config.memsaver:
+        config.load_format = "auto"
+    original(config)
+
+
+def _load_model(original: Callable[..., Any], loader: Any, *, model_config: Any, **named: Any) -> Any:
+    """Fill a new model, as it is before SGLang processes its weights. Updates of weights do not come here."""
+    if not getattr(loader.load_config, "memsaver", False):
+        return original(loader, model_config=model_config, **named)
+    if not Path(model_config.model_path).is_dir():
+        loader.download_model(model_config)
+    if (key := _key(loader.load_config, model_config)) is not None:
+        loader.load_weights_and_postprocess = partial(_load_weights, key, loader.load_weights_and_postprocess)
+    return original(loader, model_config=model_config, **named)
+
+
+def _load_weights(
+    key: ms.WeightsKey, original: Callable[..., None], model: torch.nn.Module, weights: Iterable[Any], device: Any
+) -> None:
+    write: Callable[..., Any] = model.load_weights  # type: ignore[assignment]
+    finish = getattr(model, "post_load_weights", None)
+
+    def load(weights: Iterable[Any]) -> None:
+        came_from_store = not ms.load_weights(key, partial(tensors_of, model), partial(write, weights))
+        if came_from_store and finish is not None:
+            finish()  # else load_weights has called it
+
+    if finish is not None and key.quantization:
+        logger.warning("weights are not shared, because the model changes quantized weights while it loads them")
+        original(model, weights, device)
+        return
+    model.load_weights = load  # type: ignore[assignment]
+    try:
+        original(model, weights, device)
+    finally:
+        del model.load_weights
+
+
+def _key(config: Any, model_config: Any) -> ms.WeightsKey | None:
+    """Return what the weights of this rank are; replicas have the same. None, with a warning, if they cannot be
+    shared."""
+    options = importlib.import_module(LOADER).get_server_args()
+    backup = f"enable_{'draft_' if getattr(model_config, 'is_draft_model', False) else ''}weights_cpu_backup"
+    if not options.enable_memory_saver or not getattr(options, backup, False):
+        logger.warning(
+            "weights are not shared: start with --enable-memory-saver and --%s, too", backup.replace("_", "-")
+        )
+        return None
+    try:
+        revision = checkpoint_revision(model_config.model_path, model_config.revision, config.download_dir)
+    except OSError as error:
+        logger.warning("weights are not shared, because their files are not found: %s", error)
+        return None
+    version = importlib.import_module("sglang.version").__version__
+    chosen = [getattr(options, name, None) for name in OPTIONS]
+    return ms.WeightsKey(
+        model_config.model_path,
+        revision,
+        dtype=str(model_config.dtype),
+        quantization=str(model_config.quantization or ""),
+        rank=torch.distributed.get_rank(),
+        ranks=torch.distributed.get_world_size(),
+        program=f"sglang {version}, draft {getattr(config, 'draft_model_idx', None)}, {chosen}",
+    )

@@ -1,0 +1,36 @@
+"""SGLang's load format ``memsaver``."""
+
+from __future__ import annotations
+
+import signal
+from uuid import uuid4
+
+from tests.reliability.test_keeper import Keeper
+
+from .conftest import Start
+
+OPTIONS = ("--load-format", "memsaver", "--enable-weights-cpu-backup")
+
+
+def test_a_server_takes_its_weights_from_the_store(start: Start) -> None:
+    """It computes the same, releases and resumes, and updates write in place."""
+    store = f"test-{uuid4().hex[:12]}"
+    keeper = Keeper(store)
+    first = start(*OPTIONS, MEMSAVER_SHARED_BACKUPS=store)
+    assert "loaded in the ordinary way: the store has none of this model" in first.output()
+    second = start(*OPTIONS, MEMSAVER_SHARED_BACKUPS=store)
+    assert "came from the shared store" in second.output(), second.output()[-5000:]
+    expected = first.generate()
+    first.close()
+    keeper.end(signal.SIGTERM)
+    assert second.generate() == expected
+    second.check_cycles(second.generate)
+    second.write_weights()
+    second.check_cycles(second.generate)
+    assert second.generate() == expected
+
+
+def test_without_backups_weights_are_not_shared(start: Start) -> None:
+    server = start(*OPTIONS[:2], MEMSAVER_SHARED_BACKUPS=f"test-{uuid4().hex[:12]}")
+    assert "start with --enable-memory-saver and --enable-weights-cpu-backup, too" in server.output()
+    assert server.generate()
