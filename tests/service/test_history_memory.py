@@ -31,7 +31,7 @@ def work(fails: bool, operation: Operation, log: ms.PhaseLog) -> OperationReport
         pass
     if fails:
         raise RuntimeError("the engine failed")
-    operation.hold()
+    operation.await_commit()
     return operation.moved(ms.resume(log=log))
 
 
