@@ -31,7 +31,7 @@ from tests.waiting import wait_until
 from .tensor_engine import MIB, tenant
 
 #: A page is a slot of 512 tokens.
-PAGE, TOKENS, PAGES = 3 * MIB, 512, 9
+PAGE, TOKENS, PAGES = MIB, 512, 9
 PROMPTS = [[3 + n, 5, 8, 13] for n in range(PAGES)]
 
 
@@ -91,11 +91,11 @@ def test_half_of_it_goes_and_comes_back(client: Client) -> None:
     assert (whole.used_bytes, whole.smallest_bytes, whole.largest_bytes) == (0, PAGE, PAGES * PAGE)
     before, tokens = used_bytes(), outputs(client)
     for _ in range(2):
-        half = client.resize_kv_cache(bytes=13 * MIB)
+        half = client.resize_kv_cache(bytes=4 * PAGE + 100)
         cache = half.kv_cache
         assert (cache.bytes, cache.tokens, cache.full_bytes) == (4 * PAGE, 4 * TOKENS, PAGES * PAGE)
         assert before - used_bytes() == half.released_bytes == 5 * PAGE
-        assert half.message.startswith("the KV cache has 12.0 MiB of 27.0 MiB: released 15.0 MiB in ")
+        assert half.message.startswith("the KV cache has 4.0 MiB of 9.0 MiB: released 5.0 MiB in ")
         assert outputs(client) == tokens
         assert client.resize_kv_cache(fraction=1.0).kv_cache.bytes == PAGES * PAGE
         assert used_bytes() == before
@@ -121,8 +121,8 @@ def test_sizes(client: Client, size: dict[str, Any], pages: int) -> None:
     [
         ({}, "send one of bytes, fraction and tokens"),
         ({"bytes": PAGE, "tokens": 5}, "send one of bytes, fraction and tokens"),
-        ({"bytes": PAGE - 1}, "a page takes 3.0 MiB"),
-        ({"bytes": (PAGES + 1) * PAGE}, "the largest cache, with which the engine began, has 27.0 MiB or 4608 tokens"),
+        ({"bytes": PAGE - 1}, "a page takes 1.0 MiB"),
+        ({"bytes": (PAGES + 1) * PAGE}, "the largest cache, with which the engine began, has 9.0 MiB or 4608 tokens"),
         ({"fraction": 1.5}, "fraction"),
         ({"tokens": 10_000}, "a KV cache of 20 pages is impossible"),
         ({"fraction": 0.5, "mode": "keep"}, "mode"),
@@ -223,13 +223,13 @@ def test_it_is_an_operation(client: Client, frozen: list[Future[list[int]]]) -> 
 
 def test_a_dry_run_changes_nothing(client: Client, frozen: list[Future[list[int]]]) -> None:
     plan = client.plan("resize", fraction=0.5)
-    assert plan.message == "dry run: would release 15.0 MiB of kv_cache, after requests on 15.0 MiB of it"
+    assert plan.message == "dry run: would release 5.0 MiB of kv_cache, after requests on 5.0 MiB of it"
     assert isinstance(plan, PlanAnswer)
     assert ([tag.bytes for tag in plan.tags], plan.blockers) == ([5 * PAGE], ())
     assert client.kv_cache().bytes == PAGES * PAGE
     client.resize_kv_cache(fraction=0.5, mode="preempt")
     assert client.plan("resize", fraction=0.5).message == "dry run: nothing to resize"
-    assert client.plan("resize", fraction=1.0).message == "dry run: would resume 15.0 MiB of kv_cache"
+    assert client.plan("resize", fraction=1.0).message == "dry run: would resume 5.0 MiB of kv_cache"
     with tenant(left=2 * PAGE):
         (blocker,) = client.plan("resize", fraction=1.0).blockers
         assert blocker == f"device 0: {5 * PAGE} bytes are needed, {2 * PAGE} are free"
@@ -253,7 +253,7 @@ def test_a_release_and_its_resume_keep_the_size(client: Client) -> None:
 
 
 def test_a_coordinator_limits_it_as_aibrix_asks(client: Client, tmp_path: Path) -> None:
-    path, asked = "/v1/runtime/models/kv-limit", {"model_name": "m", "limit_bytes": 13 * MIB, "operation_id": "límit-1"}
+    path, asked = "/v1/runtime/models/kv-limit", {"model_name": "m", "limit_bytes": 4 * PAGE + 100, "operation_id": "límit-1"}
     audit = tmp_path / "audit.log"
     with served([Member("a", client.address, model="m")], audit_file=str(audit)) as fleet:
         for applied in (True, False):
@@ -268,12 +268,12 @@ def test_a_coordinator_limits_it_as_aibrix_asks(client: Client, tmp_path: Path) 
         client.resize_kv_cache(fraction=1.0)
         fleet.post(path, json=asked).raise_for_status()
         assert client.kv_cache().bytes == PAGES * PAGE, "a repeat is the same operation"
-        other = fleet.post(path, json={**asked, "limit_bytes": 10 * MIB})
+        other = fleet.post(path, json={**asked, "limit_bytes": 3 * PAGE + 100})
         assert (other.status_code, "a different request" in other.json()["message"]) == (422, True)
         assert fleet.post(path, json={**asked, "limit_bytes": True}).status_code == 400
         del asked["operation_id"]
         refused = fleet.post(path, json={**asked, "limit_bytes": 1})
-        assert (refused.status_code, "a page takes 3.0 MiB" in refused.json()["message"]) == (400, True)
+        assert (refused.status_code, "a page takes 1.0 MiB" in refused.json()["message"]) == (400, True)
         elsewhere = fleet.post(path, json={**asked, "model_name": "n"})
         assert elsewhere.status_code == 404
         counted = 'memsaver_fleet_operations_total{operation="resize",outcome="success"} 1.0'
@@ -290,7 +290,7 @@ def test_a_coordinator_limits_it_as_aibrix_asks(client: Client, tmp_path: Path) 
 def test_a_limit_that_the_end_of_the_coordinator_cuts_off_is_audited(
     client: Client, frozen: list[Future[Any]], tmp_path: Path
 ) -> None:
-    asked, audit = {"model_name": "m", "limit_bytes": 13 * MIB, "operation_id": "cut"}, tmp_path / "audit.log"
+    asked, audit = {"model_name": "m", "limit_bytes": 4 * PAGE + 100, "operation_id": "cut"}, tmp_path / "audit.log"
     with ThreadPoolExecutor(1) as pool:
         with served([Member("a", client.address, model="m")], audit_file=str(audit)) as fleet:
             url = fleet.base_url.join("/v1/runtime/models/kv-limit")
@@ -310,17 +310,17 @@ def test_the_id_of_a_limit_is_its_request_after_a_restart_of_the_coordinator(cli
     limit, sleep = {"model_name": "m", "operation_id": "one"}, {"model_name": "m", "operation_id": "two"}
     members, audit = [Member("a", client.address, model="m")], tmp_path / "audit.log"
     with served(members, record=record) as fleet:
-        assert fleet.post(f"{models}/kv-limit", json={**limit, "limit_bytes": 13 * MIB}).json()["applied"]
+        assert fleet.post(f"{models}/kv-limit", json={**limit, "limit_bytes": 4 * PAGE + 100}).json()["applied"]
         fleet.post(f"{models}/sleep", json=sleep).raise_for_status()
         fleet.post(f"{models}/wake", json={"model_name": "m"}).raise_for_status()
     with served(members, record=record, audit_file=str(audit)) as fleet:
         known = [operation.operation_id for operation in client.operations()]
-        again = fleet.post(f"{models}/kv-limit", json={**limit, "limit_bytes": 13 * MIB}).json()
+        again = fleet.post(f"{models}/kv-limit", json={**limit, "limit_bytes": 4 * PAGE + 100}).json()
         assert (again["status"], again["applied"]) == ("success", False)
         for path, body, first in (
-            ("kv-limit", {**limit, "limit_bytes": 10 * MIB}, "resize one"),
+            ("kv-limit", {**limit, "limit_bytes": 3 * PAGE + 100}, "resize one"),
             ("sleep", limit, "resize one"),
-            ("kv-limit", {**sleep, "limit_bytes": 13 * MIB}, "release two"),
+            ("kv-limit", {**sleep, "limit_bytes": 4 * PAGE + 100}, "release two"),
         ):
             refused = fleet.post(f"{models}/{path}", json=body)
             assert (refused.status_code, first in refused.json()["message"]) == (422, True), refused.text

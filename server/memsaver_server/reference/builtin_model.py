@@ -17,7 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from memsaver_server.reference.weights import fill_random
 
 #: Part of the folder's name: change it whenever the recipe below changes.
-_RECIPE = "small-qwen2-1"
+_RECIPE = "small-qwen2-2"
 
 
 def small_checkpoint() -> Path:
@@ -39,7 +39,7 @@ def _write_small(folder: Path) -> Path:
         vocab_size=256,
         hidden_size=256,
         intermediate_size=1024,
-        num_hidden_layers=6,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=4096,

@@ -13,6 +13,7 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core.compat.loading import checkpoint_revision, tensors_of
+from memsaver_core.compat.patching import when_imported
 
 logger = logging.getLogger("memsaver")
 
@@ -28,7 +29,7 @@ OPTIONS = (
 
 def register() -> dict[str, Callable[..., Any]]:
     """Have SGLang's command line accept the load format; return the hooks around SGLang's functions."""
-    importlib.import_module("sglang.srt.server_args").add_load_format_choices([LOAD_FORMAT])
+    when_imported("sglang.srt.server_args", lambda module: module.add_load_format_choices([LOAD_FORMAT]))
     configuration = "sglang.srt.configs.load_config.LoadConfig._verify_load_format"
     return {configuration: _verify_load_format, f"{LOADER}.DefaultModelLoader.load_model": _load_model}
 
