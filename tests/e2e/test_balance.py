@@ -14,7 +14,7 @@ from tests.waiting import wait_until
 
 MIB = 1 << 20
 #: Fifteen pages of 512 tokens, at most one for each request.
-SERVE = ("--kv-cache-bytes", "48MiB", "--max-len", "512")
+SERVE = ("--kv-cache-bytes", "16MiB", "--max-len", "512")
 REQUESTS = 15
 
 
@@ -45,16 +45,16 @@ def test_memory_follows_the_load() -> None:
         whole = client.occupation().devices[0].used_bytes
     name = f"balance-{os.getpid()}"
     # Two whole engines do not fit: one of them has a small cache, or both have.
-    shared = {"MEMSAVER_HOST_DEVICE": name, "MEMSAVER_HOST_CAPACITY": str(2 * whole - 27 * MIB)}
-    shared["MEMSAVER_KV_CACHE"] = "6MiB..45MiB"
+    shared = {"MEMSAVER_HOST_DEVICE": name, "MEMSAVER_HOST_CAPACITY": str(2 * whole - 9 * MIB)}
+    shared["MEMSAVER_KV_CACHE"] = "2MiB..15MiB"
     with serving(*SERVE, changes=shared) as first, Client(first.url) as one:
-        one.resize_kv_cache(bytes=12 * MIB)
+        one.resize_kv_cache(bytes=4 * MIB)
         with serving(*SERVE, changes=shared) as second, Client(second.url) as two:
             assert one.resize_kv_cache(fraction=1.0).kv_cache.limit_bytes is None
             for url, busy, idle in ((first.url, one, two), (second.url, two, one)):
                 with load(url):
-                    wait_until(lambda busy=busy: busy.kv_cache().bytes >= 42 * MIB)
-                assert idle.kv_cache().bytes <= 24 * MIB
+                    wait_until(lambda busy=busy: busy.kv_cache().bytes >= 14 * MIB)
+                assert idle.kv_cache().bytes <= 8 * MIB
             moves = [each for each in two.operations() if each.client == "memsaver-balance"]
             assert {each.status for each in moves} <= {"succeeded", "failed"}
             assert any(each.operation == "resize" and each.status == "succeeded" for each in moves)

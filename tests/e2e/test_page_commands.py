@@ -155,9 +155,9 @@ def test_a_kv_cache_that_grows_and_shrinks(terminal: Terminal) -> None:
     terminal.settings["MEMSAVER_URL"] = terminal.here("localhost:30000")
     shown, half, preempted, whole = (terminal.type(line) for line in calls)
     assert "largest now" in shown
-    assert "the KV cache has 30.0 MiB of 60.0 MiB: released 30.0 MiB" in half
+    assert "the KV cache has 31.0 MiB of 63.0 MiB: released 32.0 MiB" in half
     assert '"success":true' in preempted
-    assert "the KV cache has 60.0 MiB of 60.0 MiB: resumed 36.0 MiB" in whole
+    assert "the KV cache has 63.0 MiB of 63.0 MiB: resumed 55.0 MiB" in whole
 
 
 def test_a_training_step_in_curl(tmp_path: Path) -> None:

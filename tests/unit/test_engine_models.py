@@ -242,7 +242,7 @@ def test_options_that_cannot_be_used_say_what_can(options: dict[str, Any], messa
 
 
 def test_slots_follow_from_the_bytes_of_the_cache(start: Start) -> None:
-    per_slot = 6 * 2 * 2 * 64 * 4 * 128  # layers, keys and values, heads, dim, float32, tokens
+    per_slot = 2 * 2 * 2 * 64 * 4 * 128  # layers, keys and values, heads, dim, float32, tokens
     engine = start(kv_cache_bytes=5 * per_slot, max_len=128)
     assert engine.describe()["slots"] == 4  # one is for rows that fill a batch up
     assert engine.describe()["max_len"] == 128
