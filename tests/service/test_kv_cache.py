@@ -253,7 +253,8 @@ def test_a_release_and_its_resume_keep_the_size(client: Client) -> None:
 
 
 def test_a_coordinator_limits_it_as_aibrix_asks(client: Client, tmp_path: Path) -> None:
-    path, asked = "/v1/runtime/models/kv-limit", {"model_name": "m", "limit_bytes": 4 * PAGE + 100, "operation_id": "límit-1"}
+    path = "/v1/runtime/models/kv-limit"
+    asked = {"model_name": "m", "limit_bytes": 4 * PAGE + 100, "operation_id": "límit-1"}
     audit = tmp_path / "audit.log"
     with served([Member("a", client.address, model="m")], audit_file=str(audit)) as fleet:
         for applied in (True, False):
