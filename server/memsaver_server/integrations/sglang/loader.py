@@ -56,18 +56,19 @@ def _load_model(original: Callable[..., Any], loader: Any, *, model_config: Any,
 def _load_weights(
     key: ms.WeightsKey, original: Callable[..., None], model: torch.nn.Module, weights: Iterable[Any], device: Any
 ) -> None:
+    """As ``DefaultModelLoader.load_weights_and_postprocess``, the first part of which calls ``model.load_weights``."""
     write: Callable[..., Any] = model.load_weights  # type: ignore[assignment]
-    finish = getattr(model, "post_load_weights", None)
-
-    def load(weights: Iterable[Any]) -> None:
-        came_from_store = not ms.load_weights(key, partial(tensors_of, model), partial(write, weights))
-        if came_from_store and finish is not None:
-            finish()  # else load_weights has called it
-
+    finish = getattr(model, "post_load_weights", None)  # called by ``write``
     if finish is not None and key.quantization:
         logger.warning("weights are not shared, because the model changes quantized weights while it loads them")
         original(model, weights, device)
         return
+
+    def load(weights: Iterable[Any]) -> None:
+        came_from_store = not ms.load_weights(key, partial(tensors_of, model), partial(write, weights))
+        if came_from_store and finish is not None:
+            finish()
+
     model.load_weights = load  # type: ignore[assignment]
     try:
         original(model, weights, device)
