@@ -320,8 +320,7 @@ class SharedIndex {
     return (layout_.entries[index].holders & ~keepers()) != 0;
   }
   [[nodiscard]] bool has_keeper() const REQUIRES(mutex) { return keepers() != 0; }
-  // Returns whether a keeper holds an entry.
-  [[nodiscard]] bool is_kept(std::uint32_t index) const REQUIRES(mutex) {
+  [[nodiscard]] bool is_held_by_keeper(std::uint32_t index) const REQUIRES(mutex) {
     return (layout_.entries[index].holders & keepers()) != 0;
   }
   // Asks keepers to drop `bytes`; false if there are no keepers.

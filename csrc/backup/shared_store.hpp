@@ -156,18 +156,18 @@ class SharedStore {
   // Hides a held entry from all searches: its content is damaged. Processes that hold it keep it.
   void spoil(std::uint32_t entry) { index_->spoil(entry); }
   // Publishes a text that was claimed by its name: find_or_claim() without content bytes. Returns once a keeper, if
-  // there is one, holds it and what it names, so that this process may give that up; after kKeepTimeout in any case.
+  // there is one, holds it and what it names, so that this process may give that up; after kHoldTimeout in any case.
   // Throws as take(), or out_of_host_memory if the index is not free.
   void publish_text(std::uint32_t entry, const std::string& text) {
     const std::vector<HostRange> memory = take(entry, text.size(), text.size(), -1);
     if (memory.empty()) throw Error(ErrorKind::out_of_host_memory, "the index of the shared store is not free");
     copy_to_ranges(text.data(), {{0, text.size()}}, memory);
     publish(entry);
-    const auto until = std::chrono::steady_clock::now() + kKeepTimeout;
+    const auto until = std::chrono::steady_clock::now() + kHoldTimeout;
     for (bool waiting = true; waiting && std::chrono::steady_clock::now() < until;) {
       const std::uint32_t seen = changes();
       if (!lock_index()) return;
-      waiting = index_->has_keeper() && !index_->is_kept(entry);
+      waiting = index_->has_keeper() && !index_->is_held_by_keeper(entry);
       index_->mutex.unlock();
       if (waiting) wait_for_change(seen);
     }
@@ -314,7 +314,7 @@ class SharedStore {
   static constexpr std::chrono::milliseconds kAnswerTimeout{5000};  // of a process that has it
   static constexpr std::chrono::milliseconds kIndexTimeout{1000};
   static constexpr std::chrono::milliseconds kKeeperTimeout{1000};  // for room that a keeper is to give back
-  static constexpr std::chrono::milliseconds kKeepTimeout{5000};    // for a keeper to hold a new text
+  static constexpr std::chrono::milliseconds kHoldTimeout{5000};    // for a keeper to hold a new text
   static constexpr std::chrono::milliseconds kSlabTimeout{5000};    // for a slab that another process makes
   static constexpr std::size_t kTouchers = 8;                       // 8 GiB in 1.6 s, of pages of 4 KiB
   // Follows the name of the limit in errors.

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
 
 from memsaver_core import process
 from memsaver_core.manifests import revision_of
+
+logger = logging.getLogger(__name__)
+
+#: As engines are asked for it: ``--load-format memsaver``.
+LOAD_FORMAT = "memsaver"
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -18,12 +24,16 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_revision(model: str, revision: str | None, cache: str | None) -> str:
-    """As ``revision_of``; ``model`` may also name one of the Hugging Face Hub, downloaded to ``cache`` (None: the
-    usual folder)."""
+    """As ``revision_of``; ``model`` may also name one of the Hugging Face Hub, downloaded to ``cache`` (None: the usual
+    folder). Return an empty string, with a warning, if its files are not found."""
     path = Path(model)
     if not path.is_dir():
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(model, "config.json", cache_dir=cache, revision=revision)
         path = Path(found).parent if isinstance(found, str) else path
-    return revision_of(path)
+    try:
+        return revision_of(path)
+    except OSError as error:
+        logger.warning("weights are not shared, because their files are not found: %s", error)
+        return ""

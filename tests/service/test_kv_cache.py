@@ -32,6 +32,8 @@ from .tensor_engine import MIB, tenant
 
 #: A page is a slot of 512 tokens.
 PAGE, TOKENS, PAGES = MIB, 512, 9
+#: Bytes that are rounded down to so many pages.
+THREE, FOUR = 3 * PAGE + 100, 4 * PAGE + 100
 PROMPTS = [[3 + n, 5, 8, 13] for n in range(PAGES)]
 
 
@@ -91,7 +93,7 @@ def test_half_of_it_goes_and_comes_back(client: Client) -> None:
     assert (whole.used_bytes, whole.smallest_bytes, whole.largest_bytes) == (0, PAGE, PAGES * PAGE)
     before, tokens = used_bytes(), outputs(client)
     for _ in range(2):
-        half = client.resize_kv_cache(bytes=4 * PAGE + 100)
+        half = client.resize_kv_cache(bytes=FOUR)
         cache = half.kv_cache
         assert (cache.bytes, cache.tokens, cache.full_bytes) == (4 * PAGE, 4 * TOKENS, PAGES * PAGE)
         assert before - used_bytes() == half.released_bytes == 5 * PAGE
@@ -254,7 +256,7 @@ def test_a_release_and_its_resume_keep_the_size(client: Client) -> None:
 
 def test_a_coordinator_limits_it_as_aibrix_asks(client: Client, tmp_path: Path) -> None:
     path = "/v1/runtime/models/kv-limit"
-    asked = {"model_name": "m", "limit_bytes": 4 * PAGE + 100, "operation_id": "límit-1"}
+    asked = {"model_name": "m", "limit_bytes": FOUR, "operation_id": "límit-1"}
     audit = tmp_path / "audit.log"
     with served([Member("a", client.address, model="m")], audit_file=str(audit)) as fleet:
         for applied in (True, False):
@@ -269,7 +271,7 @@ def test_a_coordinator_limits_it_as_aibrix_asks(client: Client, tmp_path: Path) 
         client.resize_kv_cache(fraction=1.0)
         fleet.post(path, json=asked).raise_for_status()
         assert client.kv_cache().bytes == PAGES * PAGE, "a repeat is the same operation"
-        other = fleet.post(path, json={**asked, "limit_bytes": 3 * PAGE + 100})
+        other = fleet.post(path, json={**asked, "limit_bytes": THREE})
         assert (other.status_code, "a different request" in other.json()["message"]) == (422, True)
         assert fleet.post(path, json={**asked, "limit_bytes": True}).status_code == 400
         del asked["operation_id"]
@@ -291,7 +293,7 @@ def test_a_coordinator_limits_it_as_aibrix_asks(client: Client, tmp_path: Path) 
 def test_a_limit_that_the_end_of_the_coordinator_cuts_off_is_audited(
     client: Client, frozen: list[Future[Any]], tmp_path: Path
 ) -> None:
-    asked, audit = {"model_name": "m", "limit_bytes": 4 * PAGE + 100, "operation_id": "cut"}, tmp_path / "audit.log"
+    asked, audit = {"model_name": "m", "limit_bytes": FOUR, "operation_id": "cut"}, tmp_path / "audit.log"
     with ThreadPoolExecutor(1) as pool:
         with served([Member("a", client.address, model="m")], audit_file=str(audit)) as fleet:
             url = fleet.base_url.join("/v1/runtime/models/kv-limit")
@@ -311,17 +313,17 @@ def test_the_id_of_a_limit_is_its_request_after_a_restart_of_the_coordinator(cli
     limit, sleep = {"model_name": "m", "operation_id": "one"}, {"model_name": "m", "operation_id": "two"}
     members, audit = [Member("a", client.address, model="m")], tmp_path / "audit.log"
     with served(members, record=record) as fleet:
-        assert fleet.post(f"{models}/kv-limit", json={**limit, "limit_bytes": 4 * PAGE + 100}).json()["applied"]
+        assert fleet.post(f"{models}/kv-limit", json={**limit, "limit_bytes": FOUR}).json()["applied"]
         fleet.post(f"{models}/sleep", json=sleep).raise_for_status()
         fleet.post(f"{models}/wake", json={"model_name": "m"}).raise_for_status()
     with served(members, record=record, audit_file=str(audit)) as fleet:
         known = [operation.operation_id for operation in client.operations()]
-        again = fleet.post(f"{models}/kv-limit", json={**limit, "limit_bytes": 4 * PAGE + 100}).json()
+        again = fleet.post(f"{models}/kv-limit", json={**limit, "limit_bytes": FOUR}).json()
         assert (again["status"], again["applied"]) == ("success", False)
         for path, body, first in (
-            ("kv-limit", {**limit, "limit_bytes": 3 * PAGE + 100}, "resize one"),
+            ("kv-limit", {**limit, "limit_bytes": THREE}, "resize one"),
             ("sleep", limit, "resize one"),
-            ("kv-limit", {**sleep, "limit_bytes": 4 * PAGE + 100}, "release two"),
+            ("kv-limit", {**sleep, "limit_bytes": FOUR}, "release two"),
         ):
             refused = fleet.post(f"{models}/{path}", json=body)
             assert (refused.status_code, first in refused.json()["message"]) == (422, True), refused.text

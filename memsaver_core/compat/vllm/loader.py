@@ -13,12 +13,10 @@ from typing import Any
 import torch
 
 import memsaver_core as ms
-from memsaver_core.compat.loading import checkpoint_revision, tensors_of
+from memsaver_core.compat.loading import LOAD_FORMAT, checkpoint_revision, tensors_of
 from memsaver_core.compat.vllm.allocator import worker_config
 
 logger = logging.getLogger(__name__)
-
-LOAD_FORMAT = "memsaver"
 
 
 def register(module: ModuleType) -> None:
@@ -56,11 +54,8 @@ def register(module: ModuleType) -> None:
 def _key(vllm_config: Any, model_config: Any) -> ms.WeightsKey | None:
     """Return what the weights of this worker are: replicas of an engine have the same, unless experts are divided among
     them. None, with a warning, if they cannot be shared."""
-    try:
-        cache = vllm_config.load_config.download_dir
-        revision = checkpoint_revision(model_config.model, model_config.revision, cache)
-    except OSError as error:
-        logger.warning("weights are not shared, because their files are not found: %s", error)
+    cache = vllm_config.load_config.download_dir
+    if not (revision := checkpoint_revision(model_config.model, model_config.revision, cache)):
         return None
     if not worker_config.enabled:
         logger.warning("weights are not shared, because vLLM's sleep mode is not memsaver's")

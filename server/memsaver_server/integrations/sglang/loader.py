@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 import memsaver_core as ms
-from memsaver_core.compat.loading import checkpoint_revision, tensors_of
+from memsaver_core.compat.loading import LOAD_FORMAT, checkpoint_revision, tensors_of
 from memsaver_core.compat.patching import when_imported
 
 logger = logging.getLogger("memsaver")
 
-LOAD_FORMAT = "memsaver"
 LOADER = "sglang.srt.model_loader.loader"
-#: Options of SGLang that decide which part of the weights a rank has, and where, if the tensors have equal shapes.
+#: Options of SGLang on which the content of a rank's tensors depends, even if the shapes are the same.
 OPTIONS = (
     *("tp_size", "pp_size", "dp_size", "ep_size", "moe_dense_tp_size", "enable_dp_attention", "enable_dp_lm_head"),
     *("ep_num_redundant_experts", "init_expert_location", "moe_a2a_backend", "moe_runner_backend"),
@@ -86,10 +85,7 @@ def _key(config: Any, model_config: Any) -> ms.WeightsKey | None:
             "weights are not shared: start with --enable-memory-saver and --%s, too", backup.replace("_", "-")
         )
         return None
-    try:
-        revision = checkpoint_revision(model_config.model_path, model_config.revision, config.download_dir)
-    except OSError as error:
-        logger.warning("weights are not shared, because their files are not found: %s", error)
+    if not (revision := checkpoint_revision(model_config.model_path, model_config.revision, config.download_dir)):
         return None
     version = importlib.import_module("sglang.version").__version__
     chosen = [getattr(options, name, None) for name in OPTIONS]
