@@ -6,22 +6,26 @@ throughput of an engine before and after.
 ``burst``: requests per second while each cache is limited to half of the memory, and without that limit, when the
 engines hand memory to each other by MEMSAVER_KV_CACHE. Prompts come again and again. Those of one engine fill 1.3 times
 its half while the other has none; then those of each fill 0.7 times.
+``kvcached``: that load on two vLLM engines with kvcached (https://github.com/ovg-project/kvcached), which may keep as
+many prefixes as the load of one has. Its row is added to the burst in ``--out``.
 
     python benchmarks/elastic.py                                  # two vLLM engines of Qwen2-1.5B's shape
     python benchmarks/elastic.py --engine reference --trades 5    # on the host driver, without a GPU
     python benchmarks/elastic.py --parts burst --requests 256
+    python benchmarks/elastic.py --parts kvcached --kvcached DIR  # a folder into which pip has installed it
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -191,24 +195,49 @@ def trade(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
 def burst(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
     kind = replace(kind, environment={**kind.environment, "MEMSAVER_KV_CACHE": options.bounds})
     with engines(kind, options) as both:
-        found: dict[str, Any] = {"half": (half := fixed_half(both))}
-        lopsided, even = (int(share * half["tokens"] / options.prompt) for share in (LOPSIDED, EVEN))
+        found: dict[str, Any] = {"half": (half := fixed_half(both)), "ways": {}}
         for way, fraction in (("fixed", half["fraction"]), ("balanced", 1.0)):
             for engine in both:
                 engine.resize(fraction)  # 1.0 lifts the limit that a resize sets
-            throughput(both[0], lopsided, options, options.warm_up)
-            with both[0].load(options.requests, lopsided) as alone:
-                time.sleep(options.seconds)
-            sizes = [engine.cache()["bytes"] for engine in both]
-            with ThreadPoolExecutor(2) as pool:
-                list(pool.map(throughput, both, repeat(even), repeat(options), repeat(options.warm_up)))
-            with both[0].load(options.requests, even) as first, both[1].load(options.requests, even) as second:
-                time.sleep(options.seconds)
-            sizes += [engine.cache()["bytes"] for engine in both]
-            found[way] = {"one": alone.per_second, "both": first.per_second + second.per_second, "sizes": sizes}
-            found[way]["failed"] = len(alone.failed) + len(first.failed) + len(second.failed)
-            print(way, found[way], file=sys.stderr, flush=True)
+            found["ways"][way] = bursts(both, half["tokens"], options, lambda engine: engine.cache()["bytes"])
+            print(way, found["ways"][way], file=sys.stderr, flush=True)
     return found
+
+
+def kvcached(kind: Kind, options: argparse.Namespace, tokens: float) -> dict[str, Any]:
+    """As ``burst``; a fixed half holds ``tokens``."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        # Only a folder of packages may have a file that kvcached needs, by which it is imported at each start.
+        Path(folder, "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(options.kvcached)!r})\n")
+        path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+        environment = {"ENABLE_KVCACHED": "true", "KVCACHED_MAX_CACHED_TOKENS": str(int(LOPSIDED * tokens))}
+        environment |= {"MEMSAVER_VLLM": "0", "PYTHONPATH": path}
+        command = tuple(part for part in kind.command if part != "--enable-sleep-mode")
+        kind = replace(kind, command=command, environment={**kind.environment, **environment})
+        both = [
+            Engine(stack.enter_context(started(kind, name, Path(folder))), kind, name, Path(folder), options)
+            for name in NAMES
+        ]
+        return bursts(both, tokens, options, lambda engine: None)
+
+
+def bursts(
+    both: list[Engine], half: float, options: argparse.Namespace, size: Callable[[Engine], int | None]
+) -> dict[str, Any]:
+    """Load on one, and then on both; a fixed half holds ``half`` tokens."""
+    lopsided, even = (int(share * half / options.prompt) for share in (LOPSIDED, EVEN))
+    throughput(both[0], lopsided, options, options.warm_up)
+    with both[0].load(options.requests, lopsided) as alone:
+        time.sleep(options.seconds)
+    sizes = [size(engine) for engine in both]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(throughput, both, repeat(even), repeat(options), repeat(options.warm_up)))
+    with both[0].load(options.requests, even) as first, both[1].load(options.requests, even) as second:
+        time.sleep(options.seconds)
+    sizes += [size(engine) for engine in both]
+    failed = [load.failed for load in (alone, first, second)]
+    rates = {"one": alone.per_second, "both": first.per_second + second.per_second}
+    return {**rates, "sizes": sizes, "failed": sum(map(len, failed)), "why": [each[0] for each in failed if each]}
 
 
 def fixed_half(both: list[Engine]) -> dict[str, float]:
@@ -251,8 +280,8 @@ def to_markdown(result: dict[str, Any]) -> str:
             "",
         ]
         lines += ["| requests/s | load on one | sizes | load on both | sizes | failed |", "|---|---|---|---|---|---|"]
-        for way in ("fixed", "balanced"):
-            row, sizes = found[way], [f"{each / GIB:.1f}" for each in found[way]["sizes"]]
+        for way, row in found["ways"].items():
+            sizes = ["" if each is None else f"{each / GIB:.1f}" for each in row["sizes"]]
             lines += [
                 f"| {way} | {row['one']:.2f} | {', '.join(sizes[:2])} | {row['both']:.2f} | {', '.join(sizes[2:])} "
                 f"| {row['failed']} |"
@@ -263,7 +292,8 @@ def to_markdown(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--engine", choices=["vllm", "reference"], default="vllm")
-    parser.add_argument("--parts", nargs="+", choices=["trade", "burst"], default=["trade", "burst"])
+    parser.add_argument("--parts", nargs="+", choices=["trade", "burst", "kvcached"], default=["trade", "burst"])
+    parser.add_argument("--kvcached", type=Path, help="a folder into which pip has installed kvcached")
     parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the shape that vLLM serves")
     parser.add_argument("--utilization", type=float, default=0.72, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--piece", default="32MiB", help="MEMSAVER_KV_CACHE_PIECE")
@@ -287,8 +317,15 @@ def main() -> None:
         else:
             result |= {"machine": "host driver, no GPU", "about": "Reference engines."}
             kind = reference(options)
+        if "kvcached" in options.parts and "burst" not in options.parts:
+            found = json.loads((options.out / "elastic.json").read_text())
+            result = {**found, "command": f"{found['command']}`, then `{result['command']}"}
         for part in options.parts:
-            result[part] = {"trade": trade, "burst": burst}[part](kind, options)
+            if part == "kvcached":
+                found = result["burst"]
+                found["ways"][part] = kvcached(kind, options, found["half"]["tokens"])
+            else:
+                result[part] = {"trade": trade, "burst": burst}[part](kind, options)
             page = write("elastic", result, to_markdown, options.out)
     print(page)
 

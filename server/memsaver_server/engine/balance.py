@@ -43,8 +43,9 @@ TICK_S = 0.5
 OLD_S = 10.0
 #: How long a shrink waits for requests on pages that go, and how long none is tried after one that failed, seconds.
 DRAIN_S = 10.0
-#: A cache of which at least this part is used lacks memory, and wants this many times what it has.
-PRESSED, MORE = 0.9, 1.5
+#: A cache of which at least this part is used lacks memory, and wants this many times what it has, or so many steps
+#: more if that is larger.
+PRESSED, MORE, MORE_STEPS = 0.9, 1.5, 4
 #: For LACKS_S after a prefix was computed again a cache counts as short of memory, and for KEEPS_S it gives none of its
 #: memory to others, seconds. For KEEPS_S after a release it wants the memory that it had before.
 LACKS_S, KEEPS_S = 2.0, 30.0
@@ -145,9 +146,8 @@ class Balancer:
         with _rows(devices) as rows:
             others = [row for name, row in rows.items() if name != self._name]
             rows[self._name] = mine
-        step = max(cache.page_bytes, int(cache.full_bytes * STEP))
-        target = target_bytes(mine, others, max(0, free_bytes(devices) - step), low)
-        if abs(target - cache.bytes) < step:
+        target = target_bytes(mine, others, free_bytes(devices), low, step_bytes(cache))
+        if target == cache.bytes:
             return
         if self._last is None or self._last.error is None or time.monotonic() - self._tried_at > DRAIN_S:
             self._last = self._cache.start(ResizeKvCache(bytes=target, timeout_s=DRAIN_S), key=None, client=BALANCER)
@@ -157,10 +157,16 @@ class Balancer:
 def wanted_bytes(cache: KvCacheAnswer, low: int, high: int, recomputed_s: float) -> int:
     """Return the size that a cache wants: half more than requests use and find again, or half more than it has if that
     is full or too small for its prefixes, one of which was last computed again ``recomputed_s`` ago."""
-    lacks = cache.used_bytes >= PRESSED * cache.bytes or recomputed_s < LACKS_S
-    base = cache.bytes if lacks else min(cache.bytes, cache.used_bytes + cache.reused_bytes)
-    wanted = max(int(base * MORE), cache.bytes if recomputed_s < KEEPS_S else 0)
+    if cache.used_bytes >= PRESSED * cache.bytes or recomputed_s < LACKS_S:
+        wanted = max(int(cache.bytes * MORE), cache.bytes + MORE_STEPS * step_bytes(cache))
+    else:
+        wanted = int(min(cache.bytes, cache.used_bytes + cache.reused_bytes) * MORE)
+        wanted = max(wanted, cache.bytes if recomputed_s < KEEPS_S else 0)
     return max(low, min(wanted, high, cache.full_bytes))
+
+
+def step_bytes(cache: KvCacheAnswer) -> int:
+    return max(cache.page_bytes, int(cache.full_bytes * STEP))
 
 
 def outside_bytes(status: Status, devices: Sequence[DeviceMemory]) -> int:
@@ -178,11 +184,12 @@ def outside_bytes(status: Status, devices: Sequence[DeviceMemory]) -> int:
     )
 
 
-def target_bytes(mine: CacheRow, others: Sequence[CacheRow], free: int, low: int) -> int:
-    """Return the size that a cache should have, while ``free`` bytes of the device are unused. It gives others what
-    they lack: what it does not want or, if that is more, what it has above an equal share, up to their shares. For
-    resumes and spare memory, which are more urgent than the size of a cache, it gives all that it has above ``low``."""
-    left = free - mine.spare - sum(row.resume + row.spare for row in others)
+def target_bytes(mine: CacheRow, others: Sequence[CacheRow], free: int, low: int, step: int) -> int:
+    """Return the size that a cache should have, while ``free`` bytes of the device are unused. ``step`` bytes of them
+    stay free, and no change is smaller. It gives others what they lack: what it does not want or, if that is more, what
+    it has above an equal share, up to their shares. For resumes and spare memory, which are more urgent than the size
+    of a cache, it gives all that it has above ``low``."""
+    left = max(0, free - step) - mine.spare - sum(row.resume + row.spare for row in others)
     free = max(0, left)
     caches = [row for row in others if not row.resume]
     share = (free + mine.bytes + sum(row.bytes for row in caches)) // (1 + len(caches))
@@ -190,7 +197,8 @@ def target_bytes(mine: CacheRow, others: Sequence[CacheRow], free: int, low: int
     entitled = sum(max(0, min(row.wanted, share) - row.bytes) for row in caches) - free
     due = min(mine.bytes - low, -left)
     gives = max(0, min(mine.bytes - mine.wanted, lacking), min(mine.bytes - share, entitled), due)
-    return mine.bytes - gives if gives else mine.bytes + max(0, min(mine.wanted - mine.bytes, free))
+    change = -gives if gives else max(0, min(mine.wanted - mine.bytes, free))
+    return mine.bytes + change if abs(change) >= step else mine.bytes
 
 
 @contextmanager
