@@ -109,11 +109,14 @@ class Server:
 
     def wait_until_up(self) -> None:
         deadline = time.monotonic() + START_S
-        while "fired up and ready" not in (told := self._log.read_text(errors="replace")):
-            failed = self._process.poll() is not None or "Scheduler hit an exception" in told
+        while "fired up and ready" not in (output := self.output()):
+            failed = self._process.poll() is not None or "Scheduler hit an exception" in output
             if failed or time.monotonic() > deadline:
-                raise RuntimeError(f"SGLang did not start: {told[-3000:]}")
-            time.sleep(0.5)
+                raise RuntimeError(f"SGLang did not start: {output[-3000:]}")
+            time.sleep(0.1)
+
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
 
     def is_up(self) -> bool:
         try:

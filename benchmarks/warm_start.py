@@ -3,9 +3,12 @@ the same weights from safetensors in the page cache.
 
 Each start is a process of its own; the time is of the load alone, with the model made and the context open. A keeper
 holds the weights between the starts. The content is compared after each.
+``--engines``: seconds from the start of a server's process to its first token, by load format: ``dummy`` loads nothing,
+``auto`` loads safetensors from the page cache, ``memsaver`` takes the weights from the store.
 
     python benchmarks/warm_start.py                     # needs 35 GiB of disk and 40 GiB of host memory
     python benchmarks/warm_start.py --config tests/data/qwen2-1.5b/config.json --repeats 3 --out /tmp
+    python benchmarks/warm_start.py --engines sglang vllm --repeats 2
     MEMSAVER_DRIVER=host python benchmarks/warm_start.py --config CONFIG.json --repeats 1 --out /tmp
 """
 
@@ -18,12 +21,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import _sglang_server
 import torch
-from _checkpoint import write_checkpoint
+from _checkpoint import PROMPTS, write_checkpoint
+from _http_engines import ask, vllm
+from _http_engines import started as served
 from _record import ROOT, new_parser, new_result, write
 
 from memsaver_core.manifests import keeper_command
@@ -82,6 +89,40 @@ def started(folder: Path, store: str) -> dict[str, Any]:
     return answer
 
 
+def first_token(engine: str, load_format: str, folder: Path, logs: Path) -> float:
+    """Start a server; return the seconds until its first token."""
+    begin = time.perf_counter()
+    more = ("--load-format", load_format)
+    if engine == "vllm":
+        kind = vllm(str(folder), 0.6, PROMPTS[0], 1, *more)
+        with served(kind, engine, logs) as client:
+            first, _ = ask(client, kind.path, {**kind.body, "model": engine})
+            log = (logs / f"{engine}.log").read_text()
+    else:
+        arguments = ["--attention-backend", "triton", "--mem-fraction-static", "0.6", *more]
+        with _sglang_server.started("service", folder, None, arguments) as server:
+            server.wait_until_up()
+            server.generate(PROMPTS[0], 1)
+            first, log = time.perf_counter(), server.output()
+    if load_format == "memsaver" and "loaded in the ordinary way" in log:
+        raise RuntimeError(f"{engine} took no weights from the store:\n{log[-3000:]}")
+    return first - begin
+
+
+def starts(engine: str, folder: Path, store: str, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each load format."""
+    os.environ["MEMSAVER_SHARED_BACKUPS"] = store
+    found: dict[str, list[float]] = {"dummy": [], "auto": [], "memsaver": []}
+    with tempfile.TemporaryDirectory() as logs:
+        with suppress(RuntimeError):  # the store has none of this engine's; kernels are compiled now
+            first_token(engine, "memsaver", folder, Path(logs))
+        for _ in range(repeats):
+            for load_format, seconds in found.items():
+                seconds.append(first_token(engine, load_format, folder, Path(logs)))
+                print(engine, load_format, seconds[-1], file=sys.stderr, flush=True)
+    return found
+
+
 def to_markdown(result: dict[str, Any]) -> str:
     lines = [
         f"# Warm start: {result['model']}, {result['device']}, torch {result['torch']}",
@@ -97,6 +138,13 @@ def to_markdown(result: dict[str, Any]) -> str:
         median = statistics.median(seconds)
         rate = result["bytes"] / 1e9 / median
         lines.append(f"| {name} | {median:.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {rate:.1f} |")
+    for engine, found in result["engines"].items():
+        lines += ["", f"Seconds from the start of {engine}'s process to its first token:", ""]
+        lines += ["| load format | median | each |", "|---|---|---|"]
+        lines += [
+            f"| {name} | {statistics.median(all_of):.2f} | {', '.join(f'{each:.2f}' for each in all_of)} |"
+            for name, all_of in found.items()
+        ]
     return "\n".join([*lines, ""])
 
 
@@ -107,13 +155,14 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the model's shape")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--engines", nargs="+", choices=["sglang", "vllm"], default=[])
     options = parser.parse_args()
     store = f"benchmark-{uuid4().hex[:12]}"
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as written:
         folder = Path(written)
         write_checkpoint(options.config, folder)
-        limit = 3 * (folder / "model.safetensors").stat().st_size
+        limit = (3 + 2 * len(options.engines)) * (folder / "model.safetensors").stat().st_size
         keeper = subprocess.Popen(keeper_command(store, limit, limit), stdout=subprocess.DEVNULL)
         try:
             expected = started(folder, "")["sums"]  # and the file is in the page cache
@@ -128,6 +177,7 @@ def main() -> None:
                     if run["sums"] != expected or (not run["reason"]) != (way == "the shared store"):
                         raise RuntimeError(f"{way}: other weights, or {run['reason'] or 'loaded from the store'}")
                     seconds.setdefault(way, []).append(run["seconds"])
+            engines = {engine: starts(engine, folder, store, options.repeats) for engine in options.engines}
         finally:
             keeper.terminate()
             keeper.wait()
@@ -138,6 +188,7 @@ def main() -> None:
         "torch": torch.__version__,
         "bytes": run["bytes"],
         "seconds": seconds,
+        "engines": engines,
     }
     print(write("warm-start", result, to_markdown, options.out))
 

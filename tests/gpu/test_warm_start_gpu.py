@@ -15,10 +15,11 @@ import torch
 import memsaver_core as ms
 from memsaver_server.client import Client
 from tests.e2e.serving import serving
-from tests.gpu import vllm_server
+from tests.gpu import test_sglang_gpu, vllm_server
 from tests.gpu.children import ON_CUDA
 from tests.programs import Child
 from tests.reliability.test_keeper import Keeper, is_held
+from tests.sglang import checkpoint
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -155,4 +156,27 @@ def test_vllm_gives_equal_tokens(store: str, model: Path, tmp_path: Path) -> Non
             assert ("were loaded in the ordinary way" in log.read_text()) == (len(answers) == 1)
             wait_until(lambda: is_held(store))
             process.kill()
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.usefixtures("keeper")
+@pytest.mark.skipif(bool(test_sglang_gpu.MISSING), reason=test_sglang_gpu.MISSING or "-")
+def test_sglang_gives_equal_tokens(store: str, tmp_path: Path) -> None:
+    """With its load format ``memsaver``, and after releases and resumes by its own calls and by the service."""
+    model = checkpoint.write(tmp_path / "model", config=test_sglang_gpu.DENSE)
+    answers = []
+    for _ in range(2):
+        server = test_sglang_gpu.GpuServer(
+            model, tmp_path / "log", "--load-format", "memsaver", MEMSAVER_SHARED_BACKUPS=store
+        )
+        try:
+            server.wait_until_up()
+            assert ("loaded in the ordinary way" in server.output()) == (not answers)
+            assert ("came from the shared store" in server.output()) == bool(answers)
+            answers.append(server.answers())
+            server.check_cycles(server.answers)
+            wait_until(lambda: is_held(store))
+        finally:
+            server.process.kill()
+            server.close()
     assert answers[0] == answers[1]
