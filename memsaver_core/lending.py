@@ -62,6 +62,8 @@ class Lending:
         self._check_room(sum(allocations.values()), processes)
         for address, nbytes in allocations.items():
             pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a kernel without them
+                pages.madvise(mmap.MADV_HUGEPAGE)
             self._memory[address] = torch.frombuffer(pages, dtype=torch.uint8)
             self._saver.backup_of(address, nbytes, self._memory[address].data_ptr())
         device = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}

@@ -213,8 +213,7 @@ class HostPool {
     }
     const std::size_t missing = target_ - capacity_;
     const std::size_t slices = (missing + kSliceBytes - 1) / kSliceBytes;
-    const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
-    const std::size_t wanted = std::min({kGrowers, cores, slices});
+    const std::size_t wanted = std::min(sys::up_to_cores(kGrowers), slices);
     for (; growers_ < wanted; ++growers_) {
       auto thread = sys::start_thread([this] { grow(); });
       if (!thread) break;

@@ -71,8 +71,7 @@ class Unpacking {
   void unpack_on_host(const ContentBlock& content, const std::vector<HostRange>& memory) {
     const std::size_t bytes = content.block->content_bytes();
     if (unpacked_.size() < bytes) unpacked_.resize(bytes);
-    const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
-    const std::size_t threads = std::min({kUnpackers, cores, bytes / kLeastEach + 1});
+    const std::size_t threads = std::min(sys::up_to_cores(kUnpackers), bytes / kLeastEach + 1);
     if (!unpack_ranges(memory, content.block->packed_bytes, unpacked_.data(), bytes, threads)) {
       throw damaged_backup(content, "what was kept is not packed content");
     }

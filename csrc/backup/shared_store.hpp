@@ -349,8 +349,7 @@ class SharedStore {
   // of them are allocated.
   static void touch(const HostRange& all, int numa_node) {
     prefer_node(reinterpret_cast<void*>(all.address), all.bytes, numa_node);
-    const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
-    const std::size_t count = std::min({kTouchers, cores, all.bytes / kGrain});
+    const std::size_t count = std::min(sys::up_to_cores(kTouchers), all.bytes / kGrain);
     const std::size_t part = to_pages(all.bytes / count + 1);
     sys::run_in_threads(count, [&](std::size_t i) {
       const std::size_t begin = std::min(all.bytes, i * part);

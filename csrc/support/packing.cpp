@@ -133,6 +133,90 @@ std::array<std::uint8_t, 256> codes_of(const PackPlan& plan) {
   return codes;
 }
 
+std::size_t pack(const PackPlan& plan, const void* content, std::size_t bytes, void* packed, std::size_t capacity) {
+  const Layout layout{bytes, plan.element_bytes};
+  if (layout.escapes > capacity) return 0;
+  const auto* const from = static_cast<const unsigned char*>(content);
+  auto* const to = static_cast<unsigned char*>(packed);
+  const auto codes = codes_of(plan);
+  const std::size_t room = capacity - layout.escapes;
+  std::size_t escapes = 0;
+  for (std::size_t group = 0; group < layout.groups; ++group) {
+    const std::size_t first = group * kPackedGroup;
+    const std::size_t count = layout.in_group(group);
+    const unsigned char* const elements = from + first * plan.element_bytes;
+    unsigned char* const rest = to + sizeof(PackedHeader) + first;
+    unsigned char* const lower = to + layout.lower + first * 2;
+    std::uint8_t exponents[kPackedGroup];
+    plan.element_bytes == 2 ? split<2>(elements, count, exponents, rest, lower)
+                            : split<4>(elements, count, exponents, rest, lower);
+    std::memset(rest + count, 0, kPackedGroup - count);
+    if (plan.element_bytes == 4) std::memset(lower + count * 2, 0, (kPackedGroup - count) * 2);
+    std::uint8_t group_codes[kPackedGroup] = {};
+    for (std::size_t i = 0; i < count; ++i) group_codes[i] = codes[exponents[i]];
+    Planes planes;
+    planes.set(group_codes);
+    std::memcpy(to + layout.planes + group * sizeof planes, &planes, sizeof planes);
+    const auto offset = static_cast<std::uint32_t>(escapes);
+    std::memcpy(to + layout.offsets + group * 4, &offset, 4);
+    if (planes.escapes() > room - escapes) return 0;
+    planes.for_each_escape([&](std::size_t i) { to[layout.escapes + escapes++] = exponents[i]; });
+  }
+  PackedHeader header{
+      kPackedMagic, kPackedVersion, static_cast<std::uint16_t>(plan.element_bytes), bytes, escapes, {}, {}, {}};
+  std::memcpy(header.exponents, plan.exponents, sizeof header.exponents);
+  std::memcpy(header.tail, from + layout.elements * plan.element_bytes, bytes % plan.element_bytes);
+  std::memcpy(to, &header, sizeof header);
+  return layout.escapes + escapes;
+}
+
+bool unpack(const void* packed, std::size_t packed_bytes, void* content, std::size_t bytes, std::size_t part,
+            std::size_t parts) {
+  const auto* const from = static_cast<const unsigned char*>(packed);
+  auto* const to = static_cast<unsigned char*>(content);
+  if (packed_bytes < sizeof(PackedHeader)) return false;
+  const auto header = load<PackedHeader>(from);
+  if (header.magic != kPackedMagic || header.version != kPackedVersion || header.bytes != bytes) return false;
+  if (header.element_bytes != 2 && header.element_bytes != 4) return false;
+  const Layout layout{bytes, header.element_bytes};
+  if (layout.escapes > packed_bytes || header.escapes != packed_bytes - layout.escapes) return false;
+  const std::size_t end = layout.groups * (part + 1) / parts;
+  for (std::size_t group = layout.groups * part / parts; group < end; ++group) {
+    const std::size_t first = group * kPackedGroup;
+    const auto planes = load<Planes>(from + layout.planes + group * sizeof(Planes));
+    std::size_t next = load<std::uint32_t>(from + layout.offsets + group * 4);
+    if (next + planes.escapes() > header.escapes) return false;
+    std::uint8_t exponents[kPackedGroup];
+    planes.get(exponents);  // the codes, at first
+    for (auto& each : exponents) each = header.exponents[each];
+    planes.for_each_escape([&](std::size_t i) { exponents[i] = from[layout.escapes + next++]; });
+    unsigned char* const elements = to + first * header.element_bytes;
+    const unsigned char* const rest = from + sizeof(PackedHeader) + first;
+    const unsigned char* const lower = from + layout.lower + first * 2;
+    const std::size_t count = layout.in_group(group);
+    header.element_bytes == 2 ? join<2>(elements, count, exponents, rest, lower)
+                              : join<4>(elements, count, exponents, rest, lower);
+  }
+  std::memcpy(to + layout.elements * header.element_bytes, header.tail, bytes % header.element_bytes);
+  return true;
+}
+
+#ifdef __x86_64__
+template <typename Work>
+[[gnu::target("avx2"), gnu::flatten]] auto with_avx2(const Work& work) {
+  return work();
+}
+#endif
+
+// Returns `work()`, compiled for AVX2 if the processor has it: about twice as fast.
+template <typename Work>
+auto vectorized(const Work& work) {
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx2")) return with_avx2(work);
+#endif
+  return work();
+}
+
 }  // namespace
 
 PackEstimate plan_packing(const ExponentSample& sample, std::size_t bytes) {
@@ -161,68 +245,12 @@ void sample_on_host(const void* content, std::size_t bytes, ExponentSample& samp
 
 std::size_t pack_on_host(const PackPlan& plan, const void* content, std::size_t bytes, void* packed,
                          std::size_t capacity) {
-  const Layout layout{bytes, plan.element_bytes};
-  if (layout.escapes > capacity) return 0;
-  const auto* const from = static_cast<const unsigned char*>(content);
-  auto* const to = static_cast<unsigned char*>(packed);
-  const auto codes = codes_of(plan);
-  const std::size_t room = capacity - layout.escapes;
-  std::size_t escapes = 0;
-  for (std::size_t group = 0; group < layout.groups; ++group) {
-    const std::size_t first = group * kPackedGroup;
-    const std::size_t count = layout.in_group(group);
-    const unsigned char* const elements = from + first * plan.element_bytes;
-    unsigned char* const rest = to + sizeof(PackedHeader) + first;
-    unsigned char* const lower = to + layout.lower + first * 2;
-    std::uint8_t exponents[kPackedGroup];
-    (plan.element_bytes == 2 ? split<2> : split<4>)(elements, count, exponents, rest, lower);
-    std::memset(rest + count, 0, kPackedGroup - count);
-    if (plan.element_bytes == 4) std::memset(lower + count * 2, 0, (kPackedGroup - count) * 2);
-    std::uint8_t group_codes[kPackedGroup] = {};
-    for (std::size_t i = 0; i < count; ++i) group_codes[i] = codes[exponents[i]];
-    Planes planes;
-    planes.set(group_codes);
-    std::memcpy(to + layout.planes + group * sizeof planes, &planes, sizeof planes);
-    const auto offset = static_cast<std::uint32_t>(escapes);
-    std::memcpy(to + layout.offsets + group * 4, &offset, 4);
-    if (planes.escapes() > room - escapes) return 0;
-    planes.for_each_escape([&](std::size_t i) { to[layout.escapes + escapes++] = exponents[i]; });
-  }
-  PackedHeader header{
-      kPackedMagic, kPackedVersion, static_cast<std::uint16_t>(plan.element_bytes), bytes, escapes, {}, {}, {}};
-  std::memcpy(header.exponents, plan.exponents, sizeof header.exponents);
-  std::memcpy(header.tail, from + layout.elements * plan.element_bytes, bytes % plan.element_bytes);
-  std::memcpy(to, &header, sizeof header);
-  return layout.escapes + escapes;
+  return vectorized([&] { return pack(plan, content, bytes, packed, capacity); });
 }
 
 bool unpack_on_host(const void* packed, std::size_t packed_bytes, void* content, std::size_t bytes, std::size_t part,
                     std::size_t parts) {
-  const auto* const from = static_cast<const unsigned char*>(packed);
-  auto* const to = static_cast<unsigned char*>(content);
-  if (packed_bytes < sizeof(PackedHeader)) return false;
-  const auto header = load<PackedHeader>(from);
-  if (header.magic != kPackedMagic || header.version != kPackedVersion || header.bytes != bytes) return false;
-  if (header.element_bytes != 2 && header.element_bytes != 4) return false;
-  const Layout layout{bytes, header.element_bytes};
-  if (layout.escapes > packed_bytes || header.escapes != packed_bytes - layout.escapes) return false;
-  const std::size_t end = layout.groups * (part + 1) / parts;
-  for (std::size_t group = layout.groups * part / parts; group < end; ++group) {
-    const std::size_t first = group * kPackedGroup;
-    const auto planes = load<Planes>(from + layout.planes + group * sizeof(Planes));
-    std::size_t next = load<std::uint32_t>(from + layout.offsets + group * 4);
-    if (next + planes.escapes() > header.escapes) return false;
-    std::uint8_t exponents[kPackedGroup];
-    planes.get(exponents);  // the codes, at first
-    for (auto& each : exponents) each = header.exponents[each];
-    planes.for_each_escape([&](std::size_t i) { exponents[i] = from[layout.escapes + next++]; });
-    unsigned char* const elements = to + first * header.element_bytes;
-    const unsigned char* const rest = from + sizeof(PackedHeader) + first;
-    const unsigned char* const lower = from + layout.lower + first * 2;
-    (header.element_bytes == 2 ? join<2> : join<4>)(elements, layout.in_group(group), exponents, rest, lower);
-  }
-  std::memcpy(to + layout.elements * header.element_bytes, header.tail, bytes % header.element_bytes);
-  return true;
+  return vectorized([&] { return unpack(packed, packed_bytes, content, bytes, part, parts); });
 }
 
 }  // namespace memsaver

@@ -6,6 +6,7 @@
 #include <sys/types.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstdlib>
@@ -114,6 +115,10 @@ template <typename Call>
   } catch (const std::system_error&) {
     return std::nullopt;
   }
+}
+// Returns `most`, or the number of processors if that is smaller.
+[[nodiscard]] inline std::size_t up_to_cores(std::size_t most) {
+  return std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, most);
 }
 // Runs `work(part)` for each part below `parts`, and waits for all: the first in the calling thread, each other one in
 // a new one if the system starts it. Throws what the first part that failed threw.

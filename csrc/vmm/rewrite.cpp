@@ -158,9 +158,9 @@ Block* Rewrite::still(const Item& item) const {
 }
 
 void Rewrite::for_each_item(const std::function<void(Item&)>& work) {
-  constexpr std::size_t kThreads = 8;
+  constexpr std::size_t kThreads = 16;
   std::atomic<std::size_t> next{0};
-  sys::run_in_threads(std::min(kThreads, items_.size()), [&](std::size_t) {
+  sys::run_in_threads(std::min(sys::up_to_cores(kThreads), items_.size()), [&](std::size_t) {
     for (std::size_t i = next++; i < items_.size(); i = next++) work(items_[i]);
   });
 }
