@@ -2,7 +2,8 @@
 
 Trainer and engine are processes of their own. The trainer is FSDP2 (`fully_shard`, one rank) over a model of 3B shape,
 fp32 parameters and Adam, bfloat16 compute. The engine is a process with weights of 16 bits and a cache, by memsaver in
-every mode. A step: the engine releases, the trainer resumes, trains and releases, the engine resumes.
+every mode. A step: the engine releases, the trainer resumes, trains and releases, the engine resumes. There is room for
+the engine's weights beside the trainer, so they come back while it releases, and the cache after that.
 
     python benchmarks/training.py                        # memsaver and `.to("cpu")`; needs a GPU
     python benchmarks/training.py --stock DIR            # torch_memory_saver, too, from a folder that has it
@@ -33,7 +34,7 @@ from _record import failed, new_parser, new_result, write
 
 MIB = 1 << 20
 MODES = ("memsaver", "to cpu", "torch_memory_saver")
-PARTS = ("engine releases", "trainer resumes", "training", "trainer releases", "engine resumes")
+PARTS = ("engine releases", "trainer resumes", "training", "trainer releases", "engine resumes, in addition")
 #: How a line of a child begins that answers: torch and torch_memory_saver print, too.
 ANSWER = "ANSWER "
 ON_GPU = torch.cuda.is_available()
@@ -75,7 +76,13 @@ def engine(weights_bytes: int, cache_bytes: int) -> None:
         ms.resume()
         return weights[::4099].float().sum().item() == expected and not cache[::4099].any()
 
-    serve({"release": lambda: ms.release().released_bytes / MIB, "resume": resume})
+    serve(
+        {
+            "release": lambda: ms.release().released_bytes / MIB,
+            "resume weights": lambda: ms.resume(["weights"]).resumed_bytes / MIB,
+            "resume": resume,
+        }
+    )
 
 
 def trainer(mode: str, shape: dict[str, Any], folder: str, tokens: int) -> None:
@@ -177,8 +184,14 @@ class Child:
         self._read()
 
     def call(self, name: str) -> tuple[float, Any]:
+        self.start(name)
+        return self.end()
+
+    def start(self, name: str) -> None:
         assert self.process.stdin is not None
         print(name, file=self.process.stdin, flush=True)
+
+    def end(self) -> tuple[float, Any]:
         seconds, value = self._read()
         return seconds, value
 
@@ -228,9 +241,14 @@ def measure(mode: str, losses: list[float], options: argparse.Namespace) -> dict
         for expected in losses:
             row = {"engine releases": served.call("release")[0], "trainer resumes": learner.call("resume")[0]}
             row["training"], loss = learner.call("train")
+            begun = time.perf_counter()
+            served.start("resume weights")
             row["trainer releases"], _ = learner.call("release")
+            served.end()
+            *_, adds = PARTS
+            _, intact = served.call("resume")
+            row[adds] = time.perf_counter() - begun - row["trainer releases"]
             host = max(host, free - psutil.virtual_memory().available)
-            row["engine resumes"], intact = served.call("resume")
             equal = equal and intact and loss == expected
             rows.append(row)
             print(mode, {part: round(seconds, 3) for part, seconds in row.items()}, flush=True)
@@ -255,7 +273,7 @@ def to_markdown(record: dict[str, Any]) -> str:
         f"| | {' | '.join(modes)} |",
         f"|---|{'---|' * len(modes)}",
         *(f"| {part} | {median(part)} |" for part in PARTS),
-        f"| hand-over to the engine | {median('trainer releases', 'engine resumes')} |",
+        f"| hand-over to the engine | {median(*PARTS[-2:])} |",
         f"| hand-over to the trainer | {median('engine releases', 'trainer resumes')} |",
         f"| the whole step | {median(*PARTS)} |",
         "| host memory, MiB | " + cells(lambda each: f"{each['host_mib']:,.0f}") + " |",
