@@ -23,7 +23,14 @@ def cache(size: int, used: int, reused: int = 0) -> KvCacheAnswer:
     ("size", "used", "recomputed_s", "wanted"),
     [
         *((400, 0, inf, 100), (400, 200, inf, 300), (400, 360, inf, 600), (400, 400, inf, 600), (800, 800, inf, 900)),
-        *((50, 10, inf, 100), (60, 60, inf, 120), (400, 0, 1.0, 600), (400, 0, 20.0, 400), (400, 300, 20.0, 450), (400, 0, 31.0, 100)),
+        *(
+            (50, 10, inf, 100),
+            (60, 60, inf, 120),
+            (400, 0, 1.0, 600),
+            (400, 0, 20.0, 400),
+            (400, 300, 20.0, 450),
+            (400, 0, 31.0, 100),
+        ),
     ],
 )
 def test_what_a_cache_wants(size: int, used: int, recomputed_s: float, wanted: int) -> None:
@@ -115,7 +122,9 @@ def test_a_resume_gets_what_it_lacks(mine: tuple[int, int], needs: int, free: in
 def test_what_an_engine_needs_outside_its_cache_stays_free(
     mine: tuple[int, int], spare: int, others: int, free: int, size: int
 ) -> None:
-    assert target_bytes(CacheRow(0.0, *mine, spare=spare), [CacheRow(0.0, 100, 100, spare=others)], free, 100, 0) == size
+    assert (
+        target_bytes(CacheRow(0.0, *mine, spare=spare), [CacheRow(0.0, 100, 100, spare=others)], free, 100, 0) == size
+    )
 
 
 @pytest.mark.parametrize(("driver", "process", "outside"), [("cuda", 900, 150), ("cuda", None, 0), ("host", 900, 0)])
