@@ -211,7 +211,8 @@ def kvcached(kind: Kind, options: argparse.Namespace, tokens: float) -> dict[str
         Path(folder, "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(options.kvcached)!r})\n")
         path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
         environment = {"ENABLE_KVCACHED": "true", "KVCACHED_MAX_CACHED_TOKENS": str(int(LOPSIDED * tokens))}
-        environment |= {"MEMSAVER_VLLM": "0", "PYTHONPATH": path}
+        # With vLLM 0.26 it supports the first model runner only.
+        environment |= {"MEMSAVER_VLLM": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "PYTHONPATH": path}
         command = tuple(part for part in kind.command if part != "--enable-sleep-mode")
         kind = replace(kind, command=command, environment={**kind.environment, **environment})
         both = [
