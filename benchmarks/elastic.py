@@ -318,17 +318,18 @@ def main() -> None:
         else:
             result |= {"machine": "host driver, no GPU", "about": "Reference engines."}
             kind = reference(options)
-        if "kvcached" in options.parts and "burst" not in options.parts:
-            found = json.loads((options.out / "elastic.json").read_text())
-            result = {**found, "command": f"{found['command']}`, then `{result['command']}"}
         for part in options.parts:
-            if part == "kvcached":
-                found = result["burst"]
-                found["ways"][part] = kvcached(kind, options, found["half"]["tokens"])
+            if part == "trade":
+                page = write("elastic", {**result, "trade": trade(kind, options)}, to_markdown, options.out)
+            elif part == "burst":
+                page = write("elastic-burst", {**result, "burst": burst(kind, options)}, to_markdown, options.out)
             else:
-                result[part] = {"trade": trade, "burst": burst}[part](kind, options)
-            page = write("elastic", result, to_markdown, options.out)
-    print(page)
+                found = json.loads((options.out / "elastic-burst.json").read_text())
+                measured = kvcached(kind, options, found["burst"]["half"]["tokens"])
+                found["burst"]["ways"]["kvcached"] = measured
+                found["command"] += f"`, then `{result['command']}"
+                page = write("elastic-burst", found, to_markdown, options.out)
+            print(page)
 
 
 if __name__ == "__main__":

@@ -105,6 +105,12 @@ def trades(result: Result) -> str:
     return f"{times}; {answers - wrong:,} of {answers:,} answers whole and equal"
 
 
+def bursts(result: Result) -> str:
+    fixed, balanced = (result["burst"]["ways"][way] for way in ("fixed", "balanced"))
+    rates = (f"{balanced[load]:.1f} instead of {fixed[load]:.1f}" for load in ("one", "both"))
+    return "requests/s beside fixed halves: {} with load on one engine, {} on both".format(*rates)
+
+
 #: Name of a result, the engine if the result names none, the feature, and the result's figure.
 RUNS: tuple[tuple[str, str, str, Callable[[Result], str]], ...] = (
     ("vllm", "", "sleep mode", sleep_levels),
@@ -115,6 +121,7 @@ RUNS: tuple[tuple[str, str, str, Callable[[Result], str]], ...] = (
     ("rank-deaths-2", "", "one of two workers is killed", deaths),
     ("turns", "", "models take turns", turns),
     ("elastic", "", "a KV cache that grows and shrinks", trades),
+    ("elastic-burst", "", "KV caches that balance themselves", bursts),
     ("sglang-drop-in", "", "SGLang's own calls", row("SGLang's own call")),
     ("sglang-service", "", "the service", row("service")),
     ("sglang-service", "", "hibernation", row("service, hibernated")),
