@@ -6,8 +6,8 @@ throughput of an engine before and after.
 ``burst``: requests per second while each cache is limited to half of the memory, and without that limit, when the
 engines hand memory to each other by MEMSAVER_KV_CACHE. Prompts come again and again. Those of one engine fill 1.3 times
 its half while the other has none; then those of each fill 0.7 times.
-``kvcached``: that load on two vLLM engines with kvcached (https://github.com/ovg-project/kvcached), which may keep as
-many prefixes as the load of one has. Its row is added to the burst in ``--out``.
+``kvcached``: the load of the burst on two vLLM engines with kvcached (https://github.com/ovg-project/kvcached). Each
+may keep all prefixes of the load on one. The row is added to the result of a burst in ``--out``.
 
     python benchmarks/elastic.py                                  # two vLLM engines of Qwen2-1.5B's shape
     python benchmarks/elastic.py --engine reference --trades 5    # on the host driver, without a GPU
@@ -207,7 +207,7 @@ def burst(kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
 def kvcached(kind: Kind, options: argparse.Namespace, tokens: float) -> dict[str, Any]:
     """As ``burst``; a fixed half holds ``tokens``."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        # Only a folder of packages may have a file that kvcached needs, by which it is imported at each start.
+        # kvcached patches vLLM from a .pth file, which Python reads only in its folders of packages.
         Path(folder, "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(options.kvcached)!r})\n")
         path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
         environment = {"ENABLE_KVCACHED": "true", "KVCACHED_MAX_CACHED_TOKENS": str(int(LOPSIDED * tokens))}

@@ -34,7 +34,9 @@ from _record import failed, new_parser, new_result, write
 
 MIB = 1 << 20
 MODES = ("memsaver", "to cpu", "torch_memory_saver")
-PARTS = ("engine releases", "trainer resumes", "training", "trainer releases", "engine resumes, in addition")
+#: Of the engine's resume, what the trainer's release does not cover.
+REST = "engine resumes the rest"
+PARTS = ("engine releases", "trainer resumes", "training", "trainer releases", REST)
 #: How a line of a child begins that answers: torch and torch_memory_saver print, too.
 ANSWER = "ANSWER "
 ON_GPU = torch.cuda.is_available()
@@ -181,21 +183,18 @@ class Child:
         )
         stack.callback(self.process.wait)
         stack.callback(self.process.kill)
-        self._read()
+        self.answer()
 
     def call(self, name: str) -> tuple[float, Any]:
         self.start(name)
-        return self.end()
+        seconds, value = self.answer()
+        return seconds, value
 
     def start(self, name: str) -> None:
         assert self.process.stdin is not None
         print(name, file=self.process.stdin, flush=True)
 
-    def end(self) -> tuple[float, Any]:
-        seconds, value = self._read()
-        return seconds, value
-
-    def _read(self) -> Any:
+    def answer(self) -> Any:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(ANSWER):
@@ -244,10 +243,9 @@ def measure(mode: str, losses: list[float], options: argparse.Namespace) -> dict
             begun = time.perf_counter()
             served.start("resume weights")
             row["trainer releases"], _ = learner.call("release")
-            served.end()
-            *_, adds = PARTS
+            served.answer()
             _, intact = served.call("resume")
-            row[adds] = time.perf_counter() - begun - row["trainer releases"]
+            row[REST] = time.perf_counter() - begun - row["trainer releases"]
             host = max(host, free - psutil.virtual_memory().available)
             equal = equal and intact and loss == expected
             rows.append(row)
@@ -273,7 +271,7 @@ def to_markdown(record: dict[str, Any]) -> str:
         f"| | {' | '.join(modes)} |",
         f"|---|{'---|' * len(modes)}",
         *(f"| {part} | {median(part)} |" for part in PARTS),
-        f"| hand-over to the engine | {median(*PARTS[-2:])} |",
+        f"| hand-over to the engine | {median('trainer releases', REST)} |",
         f"| hand-over to the trainer | {median('engine releases', 'trainer resumes')} |",
         f"| the whole step | {median(*PARTS)} |",
         "| host memory, MiB | " + cells(lambda each: f"{each['host_mib']:,.0f}") + " |",

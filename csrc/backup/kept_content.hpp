@@ -73,7 +73,9 @@ class KeptContent {
     const Block* packed;  // or null
     std::size_t offset;   // in the content of `packed`
   };
-  [[nodiscard]] static bool write(const Piece& piece, char* to, std::size_t threads) {
+  // Uses up to `most` threads. Returns false, with `to` undefined, if packed content is damaged.
+  [[nodiscard]] static bool write(const Piece& piece, char* to, std::size_t most) {
+    const std::size_t threads = sys::threads_for(piece.bytes, most);
     if (piece.packed != nullptr) {
       const std::size_t all = piece.packed->content_bytes();
       if (piece.bytes == all) return unpack_ranges(piece.packed->host, piece.packed->packed_bytes, to, all, threads);

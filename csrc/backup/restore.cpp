@@ -56,7 +56,6 @@ class Unpacking {
 
  private:
   static constexpr std::size_t kUnpackers = 8;
-  static constexpr std::size_t kLeastEach = std::size_t{1} << 20;  // for less a thread is not worth its start
 
   void end_oldest() {
     const auto [content, buffer] = blocks_.front();
@@ -71,7 +70,7 @@ class Unpacking {
   void unpack_on_host(const ContentBlock& content, const std::vector<HostRange>& memory) {
     const std::size_t bytes = content.block->content_bytes();
     if (unpacked_.size() < bytes) unpacked_.resize(bytes);
-    const std::size_t threads = std::min(sys::up_to_cores(kUnpackers), bytes / kLeastEach + 1);
+    const std::size_t threads = sys::threads_for(bytes, kUnpackers);
     if (!unpack_ranges(memory, content.block->packed_bytes, unpacked_.data(), bytes, threads)) {
       throw damaged_backup(content, "what was kept is not packed content");
     }

@@ -120,6 +120,11 @@ template <typename Call>
 [[nodiscard]] inline std::size_t up_to_cores(std::size_t most) {
   return std::clamp<std::size_t>(std::thread::hardware_concurrency(), 1, most);
 }
+// Returns how many threads should copy, pack or unpack `bytes`, at most `most`: for less than 1 MiB each, a thread is
+// not worth its start.
+[[nodiscard]] inline std::size_t threads_for(std::size_t bytes, std::size_t most) {
+  return std::min(up_to_cores(most), (bytes >> 20) + 1);
+}
 // Runs `work(part)` for each part below `parts`, and waits for all: the first in the calling thread, each other one in
 // a new one if the system starts it. Throws what the first part that failed threw.
 inline void run_in_threads(std::size_t parts, const std::function<void(std::size_t)>& work) {

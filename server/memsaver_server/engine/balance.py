@@ -43,8 +43,8 @@ TICK_S = 0.5
 OLD_S = 10.0
 #: How long a shrink waits for requests on pages that go, and how long none is tried after one that failed, seconds.
 DRAIN_S = 10.0
-#: A cache of which at least this part is used lacks memory, and wants this many times what it has, or so many steps
-#: more if that is larger.
+#: A cache of which at least this part is used lacks memory. It wants this many times what it has, and at least so many
+#: steps more.
 PRESSED, MORE, MORE_STEPS = 0.9, 1.5, 4
 #: For LACKS_S after a prefix was computed again a cache counts as short of memory, and for KEEPS_S it gives none of its
 #: memory to others, seconds. For KEEPS_S after a release it wants the memory that it had before.
@@ -155,8 +155,9 @@ class Balancer:
 
 
 def wanted_bytes(cache: KvCacheAnswer, low: int, high: int, recomputed_s: float) -> int:
-    """Return the size that a cache wants: half more than requests use and find again, or half more than it has if that
-    is full or too small for its prefixes, one of which was last computed again ``recomputed_s`` ago."""
+    """Return the size that a cache wants: half more than requests use and find again. If it is full, or too small for
+    its prefixes, one of which was last computed again ``recomputed_s`` ago, it wants half more than it has, and at
+    least ``MORE_STEPS`` more."""
     if cache.used_bytes >= PRESSED * cache.bytes or recomputed_s < LACKS_S:
         wanted = max(int(cache.bytes * MORE), cache.bytes + MORE_STEPS * step_bytes(cache))
     else:
@@ -166,6 +167,7 @@ def wanted_bytes(cache: KvCacheAnswer, low: int, high: int, recomputed_s: float)
 
 
 def step_bytes(cache: KvCacheAnswer) -> int:
+    """Return the least change of a cache's size."""
     return max(cache.page_bytes, int(cache.full_bytes * STEP))
 
 
