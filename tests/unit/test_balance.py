@@ -29,12 +29,17 @@ def cache(size: int, used: int, reused: int = 0) -> KvCacheAnswer:
 )
 def test_what_a_cache_wants(size: int, used: int, recomputed_s: float, wanted: int) -> None:
     """It may have had no room for a prefix so long ago."""
-    assert wanted_bytes(cache(size, used), 100, 900, recomputed_s) == wanted
+    assert wanted_bytes(cache(size, used), 100, 900, recomputed_s, 0.0) == wanted
 
 
 @pytest.mark.parametrize(("used", "reused", "wanted"), [(100, 100, 300), (0, 300, 450), (300, 300, 600)])
 def test_prefixes_that_are_found_again_are_wanted(used: int, reused: int, wanted: int) -> None:
-    assert wanted_bytes(cache(400, used, reused), 100, 900, inf) == wanted
+    assert wanted_bytes(cache(400, used, reused), 100, 900, inf, 4.0) == wanted
+
+
+@pytest.mark.parametrize("recomputed_s", [1.0, 20.0, inf])
+def test_an_idle_cache_wants_the_least(recomputed_s: float) -> None:
+    assert wanted_bytes(cache(400, 0, 300), 100, 900, recomputed_s, 6.0) == 100
 
 
 def settled(demands: list[int], sizes: list[int], low: int = 100, step: int = 0) -> list[int]:
@@ -42,7 +47,7 @@ def settled(demands: list[int], sizes: list[int], low: int = 100, step: int = 0)
     for _ in range(60):
         for each, size in enumerate(sizes):
             rows = [
-                CacheRow(0.0, other, wanted_bytes(cache(other, min(other, demand)), low, 900, inf))
+                CacheRow(0.0, other, wanted_bytes(cache(other, min(other, demand)), low, 900, inf, 0.0))
                 for other, demand in zip(sizes, demands, strict=True)
             ]
             mine = rows.pop(each)

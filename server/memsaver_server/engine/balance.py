@@ -49,6 +49,8 @@ PRESSED, MORE, MORE_STEPS = 0.9, 1.5, 4
 #: For LACKS_S after a prefix was computed again a cache counts as short of memory, and for KEEPS_S it gives none of its
 #: memory to others, seconds. For KEEPS_S after a release it wants the memory that it had before.
 LACKS_S, KEEPS_S = 2.0, 30.0
+#: An engine that has had no request for so long wants only the lower bound of its cache, seconds.
+IDLE_S = 5.0
 #: The least change of size, as a part of the full cache, but at least a page; as much of the device stays free.
 STEP = 1 / 64
 
@@ -80,6 +82,7 @@ class Balancer:
         self._stopped = threading.Event()
         self._tried_at = 0.0
         self._recomputed, self._recomputed_at = 0, -KEEPS_S
+        self._used_at = time.monotonic()
         self._last: Operation | None = None
         self._outside = 0  # the most bytes that the engine had outside its regions
 
@@ -132,9 +135,11 @@ class Balancer:
         at = time.monotonic()
         if cache.recomputed > self._recomputed:
             self._recomputed, self._recomputed_at = cache.recomputed, at
+        if cache.used_bytes:
+            self._used_at = at
         low, high = self._cache.bounds
         self._had_until = min(self._had_until, at + KEEPS_S)
-        wanted = wanted_bytes(cache, low, high, at - self._recomputed_at)
+        wanted = wanted_bytes(cache, low, high, at - self._recomputed_at, at - self._used_at)
         if at < self._had_until:
             wanted = max(wanted, min(self._had, high, cache.full_bytes))
         # An operation that has begun meanwhile may have changed the one or the other.
@@ -154,10 +159,12 @@ class Balancer:
             self._tried_at = time.monotonic()
 
 
-def wanted_bytes(cache: KvCacheAnswer, low: int, high: int, recomputed_s: float) -> int:
+def wanted_bytes(cache: KvCacheAnswer, low: int, high: int, recomputed_s: float, idle_s: float) -> int:
     """Return the size that a cache wants: half more than requests use and find again. If it is full, or too small for
     its prefixes, one of which was last computed again ``recomputed_s`` ago, it wants half more than it has, and at
-    least ``MORE_STEPS`` more."""
+    least ``MORE_STEPS`` more. No request has used it for ``idle_s``."""
+    if idle_s > IDLE_S:
+        return low
     if cache.used_bytes >= PRESSED * cache.bytes or recomputed_s < LACKS_S:
         wanted = max(int(cache.bytes * MORE), cache.bytes + MORE_STEPS * step_bytes(cache))
     else:
