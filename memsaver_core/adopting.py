@@ -80,8 +80,7 @@ def adopt_shared(tagged: Iterable[tuple[Tensor, str, PolicyLike | None]]) -> lis
             elif part.untyped_storage().nbytes() and not saver.owns(part.untyped_storage().data_ptr()):
                 place = (tag, restore, part.device)
                 storages.setdefault(part.untyped_storage()._cdata, (place, []))[1].append(part)
-    # is_plain() goes by exact type, not isinstance(): a lazy object's __class__ may run code.
-    for tensor in filter(is_plain, all_objects()) if storages else ():
+    for tensor in filter(is_plain, all_tensors()) if storages else ():
         if tensor.device.type == managed and tensor.untyped_storage()._cdata in storages:
             storages[tensor.untyped_storage()._cdata][1].append(tensor)
     batches: dict[_Place, list[Tensor]] = {}
@@ -97,11 +96,14 @@ def adopt_shared(tagged: Iterable[tuple[Tensor, str, PolicyLike | None]]) -> lis
     return left
 
 
-def all_objects() -> list[Any]:
-    """Return the objects of this process that Python's collector knows. Those that ``gc.freeze()`` has hidden are among
-    them, and stay unfrozen: to freeze again would also hide what becomes garbage later."""
+def all_tensors() -> list[Tensor]:
+    """Return the tensors of this process that Python's collector knows. Those that ``gc.freeze()`` has hidden are among
+    them, and all stay unfrozen: to freeze again would also hide what becomes garbage later."""
     gc.unfreeze()
-    return gc.get_objects()
+    objects = gc.get_objects()
+    # By type, not isinstance(): a lazy object's __class__ may run code, and there are hundreds of thousands of objects.
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
+    return [each for each in objects if type(each) in kinds]
 
 
 def _adopt(place: _Place, tensors: list[Tensor]) -> None:

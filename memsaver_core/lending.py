@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memsaver_core import _native, hibernation, process
-from memsaver_core.adopting import all_objects, parts
+from memsaver_core.adopting import all_tensors, parts
 from memsaver_core.contract.errors import NotResidentError, OutOfHostMemoryError, UnsupportedError
 from memsaver_core.release_resume import available_host_bytes, status
 from memsaver_core.storages import Place, is_movable, place, rebase
@@ -115,9 +115,7 @@ class Lending:
         if any(tag.tag == self._tag and tag.resident_bytes for tag in status().tags):
             raise NotResidentError(f"at least a part of {self._tag!r} is resident; resume all of it first")
         tensors, allocations = list[Tensor](), dict[int, int]()
-        for each in all_objects():
-            if not issubclass(type(each), Tensor):
-                continue
+        for each in all_tensors():
             movable = is_movable(each)
             for view in filter(None, map(self._view, [each] if movable else parts(each))):
                 if not movable:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memsaver_core import _native, process
-from memsaver_core.adopting import all_objects
+from memsaver_core.adopting import all_tensors
 from memsaver_core.contract.errors import BackupError, MemsaverError
 from memsaver_core.contract.policies import policy_for
 from memsaver_core.manifests import Allocation, Manifest, SharedStore, WeightsKey, kept_in
@@ -162,15 +162,18 @@ class _Loading:
         self._saver.save([self._tag], process.backend().dead_ranges(self._saver))
         saved = sorted(self._saver.saved(self._tag))
         begins = [address for address, _, _ in saved]
-        places, used = [], dict[int, int]()  # the number in the manifest, by that in `saved`
+        places = []
         for storage in storages:
             index = bisect_right(begins, storage.data_ptr()) - 1
             address, nbytes, _ = saved[index] if index >= 0 else (0, 0, [])
             offset = storage.data_ptr() - address
             if offset + storage.nbytes() > nbytes:
                 raise ValueError(f"a tensor is in no region of {self._tag!r}, or the store has no room for it")
-            places.append((used.setdefault(index, len(used)), offset, storage.nbytes()))
-        manifest = Manifest(self._key, places, [Allocation(*saved[index][1:]) for index in used])
+            places.append((index, offset, storage.nbytes()))
+        # In the order of addresses: what was not packed, and serves to unpack, comes first.
+        numbers = {index: number for number, index in enumerate(sorted({index for index, _, _ in places}))}
+        places = [(numbers[index], offset, nbytes) for index, offset, nbytes in places]
+        manifest = Manifest(self._key, places, [Allocation(*saved[index][1:]) for index in numbers])
         self._store.publish_text(entry, manifest.to_text())
 
 
@@ -201,7 +204,7 @@ def sharing(storages: Sequence[torch.UntypedStorage]) -> list[list[torch.Tensor]
     """Return the tensors of this process that share each storage."""
     numbers = {storage._cdata: number for number, storage in enumerate(storages)}
     found: list[list[torch.Tensor]] = [[] for _ in storages]
-    for each in all_objects():
+    for each in all_tensors():
         if is_movable(each) and (number := numbers.get(each.untyped_storage()._cdata)) is not None:
             found[number].append(each)
     return found

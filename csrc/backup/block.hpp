@@ -62,6 +62,13 @@ inline void copy_to_ranges(const void* content, const std::vector<Extent>& exten
   });
 }
 
+// Copies all of `from` to `to`, which is at least as large.
+inline void copy_ranges(const std::vector<HostRange>& from, const std::vector<HostRange>& to) {
+  std::vector<Extent> extents;
+  for (const auto& range : from) extents.push_back({range.address, range.bytes});
+  copy_to_ranges(nullptr, extents, to);
+}
+
 enum class Kept {
   nothing,  // no backup
   zero,     // the content is all zeros

@@ -14,7 +14,7 @@ namespace memsaver {
 
 // A window is the content that is digested at once.
 inline const std::size_t kLargestWindow = 1024 * kSizeUnit;
-// Blocks on the way to or from the file at once, each with separate bounce memory.
+// Blocks on the way through bounce memory at once.
 inline constexpr std::size_t kFileTransfers = 8;
 
 // How much of the restored content is digested again and compared; `automatic` is full if the device digests far faster
@@ -67,8 +67,9 @@ struct PipelineSeconds {
   }
 };
 
-// A write to or a read from the file that another thread does.
+// A write to or a read from the file, or a read of the shared store, that another thread does.
 struct FileTransfer {
+  const Block* block = nullptr;  // that is read
   std::shared_future<void> done;
   std::unique_ptr<HostPool::Bounce> bounce;
   Recorded copied;  // of a read: `bounce` is in use until this event

@@ -7,6 +7,8 @@ namespace memsaver {
 namespace {
 
 constexpr std::size_t kSampleEvery = 16;
+// Blocks on the way from the shared store at once: to copy one takes a thread much longer than the link.
+constexpr std::size_t kStoreTransfers = 2 * kFileTransfers;
 
 // Marks a block as not restored, and adds to the error what to do about it.
 void note_damage(const ContentBlock& content, Error& error) {
@@ -153,6 +155,11 @@ class RestoreTask {
       acquire(i);
       packing.borrow(chunks_[i].address, chunks_[i].bytes);
     }
+    if (packing.buffers() > 0) return;
+    // All chunks have packed content, as they may if another process packed it.
+    std::size_t needed = Packing::kBytes;
+    for (const auto& chunk : chunks_) needed += chunk.bytes;
+    if (driver_.memory_info(device_).free_bytes >= needed) static_cast<void>(packing.open(Packing::kBytes));
   }
 
   void acquire(std::size_t index) {
@@ -214,11 +221,13 @@ class RestoreTask {
         }
         break;
       case Kept::host:
-        pin(block);
-        start_copy(content, block.host);
-        break;
       case Kept::file:
-        restore_from_file(content);
+        if (next_read_ <= index) read_ahead();
+        if (!reads_.empty() && reads_.front().block == &block) {
+          restore_from_read(content);
+        } else {
+          start_copy(content, block.host);
+        }
         break;
     }
     const bool zero = block.kept == Kept::zero;
@@ -228,9 +237,7 @@ class RestoreTask {
     if (is_checked(block)) add_to_window(index);
   }
 
-  void restore_from_file(const ContentBlock& content) {
-    if (reads_.empty()) wait_for_uploads(0);  // uploads have all bounce memory that is in use
-    read_ahead();
+  void restore_from_read(const ContentBlock& content) {
     {
       const Stopwatch watch(seconds_.copy);
       reads_.front().done.get();
@@ -242,35 +249,46 @@ class RestoreTask {
     read_ahead();
   }
 
-  // Pins what another process wrote to the shared store. If that fails it is copied all the same, but more slowly.
-  void pin(const Block& block) {
-    if (!block.shared) return;
-    const Stopwatch watch(seconds_.host_memory);
-    attempt("content is restored from memory that is not pinned", [&] { pipeline_.store->pin(block.host); });
-  }
-
   // Starts to copy a block to the device from `memory`, which must stay until the copies that are queued now are done.
   void start_copy(const ContentBlock& content, const std::vector<HostRange>& memory) {
     if (content.block->packed_bytes != 0) return unpacking_.start(content, memory);
     pipeline_.copy(Pipeline::Direction::to_device, content.base, content.block->extents, memory);
   }
 
-  // Starts reads of the next blocks in the file, as far as there is bounce memory; at least one if none is under way.
+  // Starts reads of the next blocks, as far as there is bounce memory; at least one if none is under way. What another
+  // process wrote to the shared store is read by several threads unless it is pinned here: that is faster than to pin
+  // it.
   void read_ahead() {
-    for (; next_read_ < blocks_.size() && reads_.size() + uploads_.size() < kFileTransfers; ++next_read_) {
+    if (reads_.empty()) wait_for_uploads(0);  // they have all bounce memory that is in use
+    for (; next_read_ < blocks_.size(); ++next_read_) {
       const Block& block = *blocks_[next_read_].block;
-      if (block.kept == Kept::file && !read_block(block)) return;
+      const bool unpinned = block.kept == Kept::host && block.shared && !pipeline_.store->is_pinned(block.host);
+      if (!unpinned && block.kept != Kept::file) continue;
+      const std::size_t most = unpinned ? kStoreTransfers : kFileTransfers;
+      if (reads_.size() + uploads_.size() >= most || !read_block(block)) return;
     }
   }
 
-  // Returns false if bounce memory is short and will be returned by transfers under way.
+  // Returns false if bounce memory is short and will be returned by transfers under way. If the host has none, starts
+  // no read of the shared store: the block is copied from there, but more slowly.
   bool read_block(const Block& block) {
-    auto bounce = pipeline_.bounce(block.file.bytes, reads_.empty() && uploads_.empty());
+    const bool in_file = block.kept == Kept::file;
+    std::unique_ptr<HostPool::Bounce> bounce;
+    try {
+      const std::size_t bytes = in_file ? block.file.bytes : sum_of(block.host);
+      bounce = pipeline_.bounce(bytes, reads_.empty() && uploads_.empty());
+    } catch (const Error& error) {
+      if (in_file || error.kind != ErrorKind::out_of_host_memory) throw;
+      return true;
+    }
     if (!bounce) return false;
     FileTransfer& read = reads_.emplace_back();
+    read.block = &block;
     read.bounce = std::move(bounce);
-    read.done = sys::run_beside(
-        [&files = pipeline_.files, range = block.file, &memory = read.bounce->ranges] { files.read(range, memory); });
+    read.done = sys::run_beside([&files = pipeline_.files, &block, in_file, &memory = read.bounce->ranges] {
+      in_file ? files.read(block.file, memory) : copy_ranges(block.host, memory);
+    });
+    pins_later_ = pins_later_ || !in_file;
     return true;
   }
 
@@ -324,6 +342,7 @@ class RestoreTask {
     const bool any_zero = std::any_of(chunks_.begin(), chunks_.end(), [](const auto& chunk) { return chunk.zero; });
     if (any_zero || digests_ != nullptr) pipeline_.record(pipeline_.kernels)->wait();
     for (auto& content : blocks_) content.block->damaged = false;
+    if (pins_later_) pipeline_.store->tidy();
   }
 
   Pipeline& pipeline_;
@@ -343,6 +362,7 @@ class RestoreTask {
   std::size_t next_read_ = 0;  // block to look at for the next read from the file
   FileTransfers reads_;        // in the order of the blocks
   FileTransfers uploads_;      // on the way to the device, likewise
+  bool pins_later_ = false;    // memory of the store, for the next operation
   std::size_t samples_ = 0;    // blocks that were candidates for a sampled check
   DigestQueue::Batch window_;
   std::deque<std::size_t> checked_;  // blocks whose digests are under way, or in the window

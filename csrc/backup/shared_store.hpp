@@ -113,7 +113,7 @@ class SharedStore {
       index_->mutex.unlock();
       if (taken) {
         std::vector<HostRange> ranges = map(pieces, to_pages(bytes));
-        pin(ranges);
+        pin_if([&](std::uint32_t, const HostMapping& slab) { return contains_any(slab, ranges); });
         const HostRange& last = ranges.back();
         const std::size_t rest = to_pages(bytes) - bytes;
         std::memset(reinterpret_cast<char*>(last.address + last.bytes - rest), 0, rest);
@@ -248,12 +248,11 @@ class SharedStore {
   }
   [[nodiscard]] std::uint32_t changes() const { return index_->changes(); }
 
-  // Registers memory of entries with the driver, for fast copies. Throws as Driver::register_host(): some may not be.
-  void pin(const std::vector<HostRange>& ranges) EXCLUDES(mutex_, pin_mutex_) {
-    pin_if([&](std::uint32_t, const HostMapping& slab) {
-      return std::any_of(ranges.begin(), ranges.end(),
-                         [&](const auto& range) { return range.address - slab.address() < slab.bytes(); });
-    });
+  // Returns whether all of this memory is registered with the driver, for fast copies.
+  [[nodiscard]] bool is_pinned(const std::vector<HostRange>& ranges) const EXCLUDES(mutex_) {
+    const Lock lock(mutex_);
+    return std::all_of(slabs_.begin(), slabs_.end(),
+                       [&](const auto& each) { return each.second.pinned() || !contains_any(each.second, ranges); });
   }
   // Makes and pins memory in the background for `bytes` beyond what this process uses, as far as others leave some.
   void prepare_beyond(std::size_t bytes) {
@@ -545,7 +544,12 @@ class SharedStore {
     map(others.front());
     return true;
   }
-  // Registers those mapped slabs that are wanted and not registered. Throws as pin().
+  [[nodiscard]] static bool contains_any(const HostMapping& slab, const std::vector<HostRange>& ranges) {
+    return std::any_of(ranges.begin(), ranges.end(),
+                       [&](const auto& range) { return range.address - slab.address() < slab.bytes(); });
+  }
+  // Registers those mapped slabs that are wanted and not registered. Throws as Driver::register_host(): some may not
+  // be.
   void pin_if(const std::function<bool(std::uint32_t, const HostMapping&)>& wanted) EXCLUDES(mutex_, pin_mutex_) {
     for (;;) {
       const Lock one_at_a_time(pin_mutex_);

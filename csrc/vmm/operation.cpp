@@ -509,7 +509,9 @@ class Saver::Resume : public Operation {
     check_room("resume", "everything stays released with its backup");
     // With little host memory all chunks are mapped first, so that memory for transfers cannot take what they need.
     restore(saver_.driver_->in_host_memory() && saver_.backups_.short_of_room(bytes()));
-    if (!devices_.empty()) saver_.backups_.retain();
+    if (devices_.empty()) return;
+    saver_.backups_.retain();
+    if (saver_.backups_.shared() != nullptr) saver_.backups_.trim_later();  // memory that content passed through
   }
 };
 

@@ -68,9 +68,11 @@ class Server:
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without its own MEMSAVER_ settings, plus ``changes`` and the process that forks."""
+    """This process's environment without its own MEMSAVER_ settings, plus ``changes`` and, on the host driver, the
+    process that forks."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("MEMSAVER_")}
-    return {**inherited, **HOST_ENVIRONMENT, forks.VARIABLE: forks.address(None), **(changes or {})}
+    its_own = {**inherited, **HOST_ENVIRONMENT, **(changes or {})}
+    return its_own if its_own["MEMSAVER_DRIVER"] != "host" else {forks.VARIABLE: forks.address(None), **its_own}
 
 
 @contextmanager

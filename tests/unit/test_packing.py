@@ -188,6 +188,25 @@ def test_packing_takes_no_device_memory_that_was_not_there(tmp_path: Path, reser
     assert same(view(address, CONTENT), expected)
 
 
+@pytest.mark.parametrize("room", [0, 512 * MIB])
+def test_what_another_process_packed_needs_none_as_it_is(tmp_path: Path, room: int) -> None:
+    """The device unpacks it as well, in memory of a few blocks if there is some, without which the host does."""
+    name = f"test-{tmp_path.name}-{os.getpid()}"
+    giver, taker = (make(tmp_path, shared_backups=name, host_capacity=CONTENT + each) for each in (512 * MIB, room))
+    first, packed = (giver.allocate(0, "t", "host", nbytes) for nbytes in (AS_IT_IS, CONTENT - AS_IT_IS))
+    expected = weights(CONTENT - AS_IT_IS, 12)
+    view(first, AS_IT_IS)[:] = 1
+    view(packed, CONTENT - AS_IT_IS)[:] = expected
+    giver.save(["t"], [])
+    [(_, nbytes, blocks)] = [each for each in giver.saved("t") if each[0] == packed]
+    taker.allocate(0, "u", "host", AS_IT_IS)
+    buffer = _native.HostBuffer(taker, 0, "t", "host", nbytes, blocks=blocks)
+    taker.resume(["t"], True)
+    assert (taker.counts().get("unpack", 0) == 2) == (room > 0)  # type: ignore[attr-defined]
+    assert same(view(buffer.address, nbytes), expected)
+    assert taker.memory_info(0)[0] == room
+
+
 def test_other_memory_comes_back_while_packed_content_is_on_its_way(tmp_path: Path) -> None:
     """Not after it, when nothing is left that hides the driver's calls and the zeros."""
     saver = make(tmp_path)
