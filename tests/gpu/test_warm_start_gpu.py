@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -141,22 +144,34 @@ def test_the_reference_engine_gives_equal_tokens(store: str) -> None:
 
 @pytest.mark.usefixtures("keeper")
 @pytest.mark.skipif(bool(vllm_server.missing()), reason=vllm_server.missing() or "-")
+@pytest.mark.guards("the process that had written a shared backup died")
 def test_vllm_gives_equal_tokens(store: str, model: Path, tmp_path: Path) -> None:
-    """With its load format ``memsaver``; it sleeps and wakes up as ever."""
-    answers = []
-    log = tmp_path / "log"
-    for _ in range(2):
-        with vllm_server.serving(
-            model, log, "--load-format", "memsaver", "--enforce-eager", MEMSAVER_SHARED_BACKUPS=store
-        ) as (client, process):
+    """With its load format ``memsaver``, after all its processes were killed while its memory was resident, released,
+    and coming back."""
+    psutil = pytest.importorskip("psutil")
+    answers, log = [], tmp_path / "log"
+    arguments = (model, log, "--load-format", "memsaver", "--enforce-eager")
+    for state in ("resident", "released", "resuming", "resident"):
+        with vllm_server.serving(*arguments, MEMSAVER_SHARED_BACKUPS=store) as (client, process):
             answers.append(vllm_server.completions(client))
-            vllm_server.post(client, "/sleep")
-            vllm_server.post(client, "/wake_up")
-            assert vllm_server.completions(client) == answers[-1]
             assert ("were loaded in the ordinary way" in log.read_text()) == (len(answers) == 1)
             wait_until(lambda: is_held(store))
-            process.kill()
-    assert answers[0] == answers[1]
+            vllm_server.post(client, "/sleep")
+            if state == "resident":
+                vllm_server.post(client, "/wake_up")
+                assert vllm_server.completions(client) == answers[-1]
+            elif state == "resuming":
+                asleep = torch.cuda.mem_get_info()[0]
+                threading.Thread(target=wake_up, args=(client,)).start()
+                wait_until(lambda asleep=asleep: torch.cuda.mem_get_info()[0] < asleep - (64 << 20), interval_s=0.0)
+            for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+                each.kill()
+    assert answers == answers[:1] * len(answers)
+
+
+def wake_up(client: httpx.Client) -> None:
+    with suppress(httpx.HTTPError):
+        client.post("/wake_up")
 
 
 @pytest.mark.usefixtures("keeper")
