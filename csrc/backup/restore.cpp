@@ -157,9 +157,11 @@ class RestoreTask {
     }
     if (packing.buffers() > 0) return;
     // All chunks have packed content, as they may if another process packed it.
-    std::size_t needed = Packing::kBytes;
-    for (const auto& chunk : chunks_) needed += chunk.bytes;
-    if (driver_.memory_info(device_).free_bytes >= needed) static_cast<void>(packing.open(Packing::kBytes));
+    attempt_unless_lost("packed content is unpacked by the host this time", [&] {
+      std::size_t needed = Packing::kBytes;
+      for (const auto& chunk : chunks_) needed += chunk.bytes;
+      if (driver_.memory_info(device_).free_bytes >= needed) static_cast<void>(packing.open(Packing::kBytes));
+    });
   }
 
   void acquire(std::size_t index) {
