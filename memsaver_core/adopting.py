@@ -102,8 +102,10 @@ def all_tensors() -> list[Tensor]:
     gc.unfreeze()
     objects = gc.get_objects()
     # By type, not isinstance(): a lazy object's __class__ may run code, and there are hundreds of thousands of objects.
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
-    return [each for each in objects if type(each) in kinds]
+    # Nor are types compared: a metaclass may do that in its own way.
+    kinds = {id(kind): kind for kind in map(type, objects)}
+    tensors = {number for number, kind in kinds.items() if issubclass(kind, Tensor)}
+    return [each for each in objects if id(type(each)) in tensors]
 
 
 def _adopt(place: _Place, tensors: list[Tensor]) -> None:

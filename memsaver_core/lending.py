@@ -40,9 +40,9 @@ def written_asleep(tag: str) -> Iterator[None]:
 
 
 class Lending:
-    """Lends the tensors of a tag, whose memory is released, host memory with the content of their backups, until
-    ``end``. The tensor objects stay the same, and so do their addresses on the device. Tensors that share memory still
-    do. Between ``keep`` and ``end`` their content is undefined. Nothing is resumed or released meanwhile."""
+    """Puts the tensors of a released tag on host memory that is filled from their backups, until ``end``. The tensor
+    objects stay the same, and so do their addresses on the device. Tensors that share memory still do. Between ``keep``
+    and ``end`` their content is undefined. Nothing is resumed or released meanwhile."""
 
     def __init__(self, tag: str, processes: int = 1) -> None:
         """``processes``: how many processes of this host lend at the same time, each as much.

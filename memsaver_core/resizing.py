@@ -94,7 +94,9 @@ def behind(view: torch.Tensor, pages: int, total: int) -> Iterator[torch.Tensor]
     one of them can count the pages, or none."""
     dimensions = [dimension for dimension, size in enumerate(view.shape) if size % total == 0]
     if view.dim() < 2 or len(dimensions) != 1:
-        raise UnsupportedError(f"which dimension of a KV cache of shape {tuple(view.shape)} counts its {total} pages?")
+        raise UnsupportedError(
+            f"no single dimension of a KV cache of shape {tuple(view.shape)} counts its {total} pages"
+        )
     [dimension] = dimensions
     per_page = view.shape[dimension] // total  # tokens, or the smaller pages of attention kernels
     tail = view.narrow(dimension, pages * per_page, (total - pages) * per_page)

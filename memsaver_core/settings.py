@@ -109,9 +109,8 @@ class CoreSettings(EnvironmentSettings):
     kv_cache_piece: ByteSize = Field(
         ByteSize(0),
         lt=1 << 63,
-        description="size of the pieces of the KV cache of vLLM or SGLang, so that it can grow and shrink: 32MiB is a "
-        "good one, and each piece costs some 60 us in a release with its resume; 0: as large as possible, and it "
-        "cannot",
+        description="size of the pieces of the KV cache of vLLM or SGLang, which a resize needs; 32MiB is recommended: "
+        "each piece adds some 60 us to a release with its resume; 0: as large as possible, and no resize",
     )
     peer_access: bool = Field(False, description="let every visible device reach the memory")
 

@@ -36,9 +36,10 @@ def load_weights(
     which the store gets them. Return an empty string if they came from the store, else why not, which is logged, too.
 
     The tensors are on one device, in a region of ``tag`` if ``load`` is to give them to the store. Those that come from
-    it stay the same objects, on new memory, laid out as the giver's: their addresses change, so do this before a
-    graph captures them. All content is compared with its digests. If another process is loading the same weights now,
-    this waits for it, and calls ``load`` if that one ends. Errors of the store are no errors of this function.
+    it stay the same objects, on new memory, laid out as in the process that gave them: their addresses change, so do
+    this before a graph captures them. All content is compared with its digests. If another process is loading the same
+    weights now, this waits for it, and calls ``load`` if that one ends. Errors of the store are no errors of this
+    function.
     """
     store = process.saver().shared_store if process.enabled() else None
     if store is None:
@@ -85,10 +86,12 @@ class _Loading:
         found, entry = answer
         if found == "claimed":
             reason = reason or self._why_missing()
-            self._load_and_give(load, entry)
+            self._load_and_publish(load, entry)
         else:
             waited = f"another process has been loading them for {WAIT_S:.0f} s"
-            reason = reason or (waited if found == "awaited" else "the store's index is full, or not free")
+            reason = reason or (
+                waited if found == "awaited" else "the store's index is full, or locked by another process"
+            )
             load()
         return reason
 
@@ -119,7 +122,8 @@ class _Loading:
         backend, device = process.backend(), first.device.index or 0
         sharers = sharing(self._storages)
         policy = policy_for(self._tag, None).value
-        # Old memory is given back after each batch. A large one has more raw blocks, whose memory serves to unpack.
+        # Old memory is given back after each batch. A large one has more blocks that are not packed, through whose
+        # memory others are unpacked.
         room = max(LEAST_BATCH_BYTES, self._saver.memory_info(device)[0] // 2)
         with backend.outside_regions():
             backend.forget_pools(self._tag)
@@ -139,22 +143,23 @@ class _Loading:
                     self._storages[number] = storage
                 del buffers, moved
                 backend.empty_cache()
+        self._saver.trim_backup_memory()  # through which content passed
 
-    def _load_and_give(self, load: Callable[[], object], entry: int) -> None:
+    def _load_and_publish(self, load: Callable[[], object], entry: int) -> None:
         """Load, and let other processes find the weights by the text that this process has claimed."""
-        given = False
+        published = False
         try:
             load()
             try:
-                self._give(entry)
-                given = True
+                self._publish(entry)
+                published = True
             except (MemsaverError, ValueError) as error:
                 logger.warning("the shared store does not have the weights of %s: %s", self._key.model, error)
         finally:
-            if not given:
+            if not published:
                 self._store.give(entry)
 
-    def _give(self, entry: int) -> None:
+    def _publish(self, entry: int) -> None:
         layout, storages = _layout_of(self._tensors())
         if layout != self._layout:
             raise ValueError("loading has changed the layout of the tensors")

@@ -149,7 +149,8 @@ class BackupStore {
   // Returns whether `bytes` and transfers to files take more memory than is available; if so, unpins what is unused.
   [[nodiscard]] bool short_of_room(std::size_t bytes) REQUIRES(operation_mutex) {
     try {
-      if (bytes + kFileTransfers * kBlockBytes + kSpareMemory <= available_memory_bytes()) return false;
+      const std::size_t transfers = shared_ ? kStoreTransfers : kFileTransfers;
+      if (bytes + transfers * kBlockBytes + kSpareMemory <= available_memory_bytes()) return false;
     } catch (const Error&) {
       return false;  // how much is available cannot be read now
     }

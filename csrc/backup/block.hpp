@@ -66,7 +66,9 @@ inline void copy_to_ranges(const void* content, const std::vector<Extent>& exten
 inline void copy_ranges(const std::vector<HostRange>& from, const std::vector<HostRange>& to) {
   std::vector<Extent> extents;
   for (const auto& range : from) extents.push_back({range.address, range.bytes});
-  copy_to_ranges(nullptr, extents, to);
+  for_each_piece(extents, to, [](std::uintptr_t source, std::uintptr_t target, std::size_t bytes) {
+    std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes);
+  });
 }
 
 enum class Kept {

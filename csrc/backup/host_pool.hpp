@@ -59,7 +59,8 @@ class HostPool {
     {
       const Lock lock(mutex_);
       const std::size_t free = limit_ > used_ ? limit_ - used_ : 0;
-      if (bytes > free) throw short_of_memory("the host memory for backups is bounded", bytes, free);
+      if (bytes > free)
+        throw short_of_memory("too little host memory is left under the limit for backups", bytes, free);
       const std::size_t pinned = std::max(capacity_, target_);
       if (used_ + bytes > pinned) fresh = used_ + bytes - pinned;
     }
@@ -292,7 +293,7 @@ class HostPool {
       const std::size_t counted = use == Use::backup ? used_ - passing_ : used_;
       const std::size_t free = limit_ > counted ? limit_ - counted : 0;
       if (bytes > free && use != Use::must_pass) {
-        throw short_of_memory("the host memory for backups is bounded", bytes, free);
+        throw short_of_memory("too little host memory is left under the limit for backups", bytes, free);
       }
       if (capacity_ - used_ >= bytes) return;
       if (register_one()) continue;

@@ -61,7 +61,8 @@ class KeptContent {
       std::size_t passed = 0;
       for (std::size_t mine = next++; mine < pieces_.size(); mine = next++) {
         for (; passed < mine; ++passed) at += pieces_[passed].bytes;
-        if (!write(pieces_[mine], at, of_each)) throw Error(ErrorKind::backup, "what was kept is not packed content");
+        if (!write(pieces_[mine], at, of_each))
+          throw Error(ErrorKind::backup, "the packed backup is damaged and cannot be unpacked");
       }
     });
   }

@@ -55,7 +55,7 @@ class Packing {
     if (!more || refused_) return !buffers_.empty();
     for (auto& buffer : buffers_) wait(buffer);
     buffers_.clear();
-    refused_ = !attempt_unless_lost("content is not packed on the device this time", [&] {
+    refused_ = !attempt_unless_lost("content is neither packed nor unpacked on the device this time", [&] {
       const std::size_t granularity = driver_.device_info(device_).granularity;
       const std::size_t bytes = round_up(count * kBufferBytes, granularity);
       if (bytes > room || !close_memory()) return;

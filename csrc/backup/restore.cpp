@@ -7,8 +7,6 @@ namespace memsaver {
 namespace {
 
 constexpr std::size_t kSampleEvery = 16;
-// Blocks on the way from the shared store at once: to copy one takes a thread much longer than the link.
-constexpr std::size_t kStoreTransfers = 2 * kFileTransfers;
 
 // Marks a block as not restored, and adds to the error what to do about it.
 void note_damage(const ContentBlock& content, Error& error) {
@@ -66,7 +64,7 @@ class Unpacking {
       const Stopwatch watch(seconds_.copy);
       Packing::wait(*buffer);
     }
-    if (*buffer->result != 0) throw damaged_backup(*content, "what was kept is not packed content");
+    if (*buffer->result != 0) throw damaged_backup(*content, "the packed backup is damaged and cannot be unpacked");
   }
 
   void unpack_on_host(const ContentBlock& content, const std::vector<HostRange>& memory) {
@@ -74,7 +72,7 @@ class Unpacking {
     if (unpacked_.size() < bytes) unpacked_.resize(bytes);
     const std::size_t threads = sys::threads_for(bytes, kUnpackers);
     if (!unpack_ranges(memory, content.block->packed_bytes, unpacked_.data(), bytes, threads)) {
-      throw damaged_backup(content, "what was kept is not packed content");
+      throw damaged_backup(content, "the packed backup is damaged and cannot be unpacked");
     }
     bounce_ = std::make_unique<HostPool::Bounce>(pipeline_.pool, bytes, HostPool::Use::must_pass);
     copy_to_ranges(unpacked_.data(), {{0, bytes}}, bounce_->ranges);
@@ -156,12 +154,10 @@ class RestoreTask {
       packing.borrow(chunks_[i].address, chunks_[i].bytes);
     }
     if (packing.buffers() > 0) return;
-    // All chunks have packed content, as they may if another process packed it.
-    attempt_unless_lost("packed content is unpacked by the host this time", [&] {
-      std::size_t needed = Packing::kBytes;
-      for (const auto& chunk : chunks_) needed += chunk.bytes;
-      if (driver_.memory_info(device_).free_bytes >= needed) static_cast<void>(packing.open(Packing::kBytes));
-    });
+    // No chunk can lend memory, as may be if another process packed the content. What is free once all is mapped
+    // serves.
+    for (std::size_t i = 0; i < chunks_.size(); ++i) acquire(i);
+    static_cast<void>(packing.open(Packing::kBytes));
   }
 
   void acquire(std::size_t index) {
@@ -228,6 +224,7 @@ class RestoreTask {
         if (!reads_.empty() && reads_.front().block == &block) {
           restore_from_read(content);
         } else {
+          pin(block);
           start_copy(content, block.host);
         }
         break;
@@ -251,15 +248,21 @@ class RestoreTask {
     read_ahead();
   }
 
+  // Pins what could not be read through bounce memory. If that fails it is copied all the same, but more slowly.
+  void pin(const Block& block) {
+    if (!block.shared) return;
+    const Stopwatch watch(seconds_.host_memory);
+    attempt("content is restored from memory that is not pinned", [&] { pipeline_.store->pin(block.host); });
+  }
+
   // Starts to copy a block to the device from `memory`, which must stay until the copies that are queued now are done.
   void start_copy(const ContentBlock& content, const std::vector<HostRange>& memory) {
     if (content.block->packed_bytes != 0) return unpacking_.start(content, memory);
     pipeline_.copy(Pipeline::Direction::to_device, content.base, content.block->extents, memory);
   }
 
-  // Starts reads of the next blocks, as far as there is bounce memory; at least one if none is under way. What another
-  // process wrote to the shared store is read by several threads unless it is pinned here: that is faster than to pin
-  // it.
+  // Starts reads of the next blocks, as far as there is bounce memory. What another process wrote to the shared store
+  // is read by several threads unless it is pinned here: that is faster than to pin it.
   void read_ahead() {
     if (reads_.empty()) wait_for_uploads(0);  // they have all bounce memory that is in use
     for (; next_read_ < blocks_.size(); ++next_read_) {
@@ -271,17 +274,19 @@ class RestoreTask {
     }
   }
 
-  // Returns false if bounce memory is short and will be returned by transfers under way. If the host has none, starts
-  // no read of the shared store: the block is copied from there, but more slowly.
+  // Returns false if bounce memory is short and will be returned by transfers under way. If no memory can be had for a
+  // block of the shared store, passes over it: it is copied from where it is.
   bool read_block(const Block& block) {
     const bool in_file = block.kept == Kept::file;
     std::unique_ptr<HostPool::Bounce> bounce;
     try {
+      const Stopwatch watch(seconds_.host_memory);
       const std::size_t bytes = in_file ? block.file.bytes : sum_of(block.host);
       bounce = pipeline_.bounce(bytes, reads_.empty() && uploads_.empty());
     } catch (const Error& error) {
-      if (in_file || error.kind != ErrorKind::out_of_host_memory) throw;
-      return true;
+      if (in_file || error.kind == ErrorKind::context_lost) throw;
+      ++next_read_;
+      return false;
     }
     if (!bounce) return false;
     FileTransfer& read = reads_.emplace_back();
@@ -290,7 +295,6 @@ class RestoreTask {
     read.done = sys::run_beside([&files = pipeline_.files, &block, in_file, &memory = read.bounce->ranges] {
       in_file ? files.read(block.file, memory) : copy_ranges(block.host, memory);
     });
-    pins_later_ = pins_later_ || !in_file;
     return true;
   }
 
@@ -344,7 +348,6 @@ class RestoreTask {
     const bool any_zero = std::any_of(chunks_.begin(), chunks_.end(), [](const auto& chunk) { return chunk.zero; });
     if (any_zero || digests_ != nullptr) pipeline_.record(pipeline_.kernels)->wait();
     for (auto& content : blocks_) content.block->damaged = false;
-    if (pins_later_) pipeline_.store->tidy();
   }
 
   Pipeline& pipeline_;
@@ -361,10 +364,9 @@ class RestoreTask {
   std::size_t ahead_every_ = 1;     // blocks
   DigestQueue* const digests_ = verify_ != VerifyChoice::off ? pipeline_.digests() : nullptr;
   std::size_t next_block_ = 0;
-  std::size_t next_read_ = 0;  // block to look at for the next read from the file
+  std::size_t next_read_ = 0;  // block to look at for the next read
   FileTransfers reads_;        // in the order of the blocks
   FileTransfers uploads_;      // on the way to the device, likewise
-  bool pins_later_ = false;    // memory of the store, for the next operation
   std::size_t samples_ = 0;    // blocks that were candidates for a sampled check
   DigestQueue::Batch window_;
   std::deque<std::size_t> checked_;  // blocks whose digests are under way, or in the window

@@ -100,7 +100,7 @@ class SharedIndex {
   using Piece = SharedLayout::Piece;
 
   // Makes a layout of new memory that is zero. Throws configuration.
-  static void found(SharedLayout& layout, const DigestKey& key, std::size_t limit_bytes) {
+  static void create(SharedLayout& layout, const DigestKey& key, std::size_t limit_bytes) {
     layout.key = key;
     layout.limit_bytes = std::min(limit_bytes, kSlabs * kSlabBytes);
     std::copy(std::begin(kSizes), std::end(kSizes), layout.sizes);
@@ -108,7 +108,7 @@ class SharedIndex {
     for (auto& member : layout.members) robust::initialize(member.alive);
     std::memcpy(layout.magic, kMagic, sizeof kMagic);
   }
-  // Returns whether found(), in a build with equal sizes, has completed it.
+  // Returns whether create() completed it, in a build with equal sizes.
   [[nodiscard]] static bool is_valid(const SharedLayout& layout) {
     return std::equal(std::begin(kSizes), std::end(kSizes), layout.sizes) &&
            std::memcmp(layout.magic, kMagic, sizeof kMagic) == 0;

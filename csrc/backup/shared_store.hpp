@@ -35,7 +35,7 @@ class SharedStore {
   static constexpr std::chrono::milliseconds kOthersTimeout{1000};  // for another process that writes the same content
   static constexpr std::chrono::milliseconds kUpkeep{1000};  // how soon the memory of a dead process is given back
 
-  // Joins the store of this name, or founds it; the founder's limit holds for all, and 0 founds none. Throws
+  // Joins the store of this name, or creates it with `limit_bytes`, which then holds for all; 0 only joins. Throws
   // configuration if neither is possible, after a few seconds if its processes do not answer. Delegates, so that a
   // throw runs the destructor.
   SharedStore(Driver& driver, const std::string& name, std::size_t limit_bytes, Kind kind = Kind::engine)
@@ -113,7 +113,7 @@ class SharedStore {
       index_->mutex.unlock();
       if (taken) {
         std::vector<HostRange> ranges = map(pieces, to_pages(bytes));
-        pin_if([&](std::uint32_t, const HostMapping& slab) { return contains_any(slab, ranges); });
+        pin(ranges);
         const HostRange& last = ranges.back();
         const std::size_t rest = to_pages(bytes) - bytes;
         std::memset(reinterpret_cast<char*>(last.address + last.bytes - rest), 0, rest);
@@ -124,7 +124,7 @@ class SharedStore {
         continue;
       }
       if (!slab) {
-        throw short_of_memory("the host memory of the shared store is bounded", bytes,
+        throw short_of_memory("too little memory is left under the limit of the shared store", bytes,
                               index_->limit_bytes() - std::min(index_->limit_bytes(), index_->used_bytes()), kWhose);
       }
       make_slab(*slab, numa_node);
@@ -248,7 +248,10 @@ class SharedStore {
   }
   [[nodiscard]] std::uint32_t changes() const { return index_->changes(); }
 
-  // Returns whether all of this memory is registered with the driver, for fast copies.
+  // Registers memory of entries with the driver, for fast copies. Throws as Driver::register_host(): some may not be.
+  void pin(const std::vector<HostRange>& ranges) EXCLUDES(mutex_, pin_mutex_) {
+    pin_if([&](std::uint32_t, const HostMapping& slab) { return contains_any(slab, ranges); });
+  }
   [[nodiscard]] bool is_pinned(const std::vector<HostRange>& ranges) const EXCLUDES(mutex_) {
     const Lock lock(mutex_);
     return std::all_of(slabs_.begin(), slabs_.end(),
@@ -457,18 +460,18 @@ class SharedStore {
           "stopped, and start this one again");
     }
     file_ = *found;
-    const bool founding = file_ < 0;
-    if (founding && limit_bytes == 0) {
+    const bool creating = file_ < 0;
+    if (creating && limit_bytes == 0) {
       throw Error(ErrorKind::configuration, "no process of this user has the shared backup store '" + name_ + "'");
     }
-    if (founding) file_ = make_store_file(SharedLayout::file_bytes());
+    if (creating) file_ = make_store_file(SharedLayout::file_bytes());
     if (file_ < 0) throw no_store(std::string("memfd: ") + std::strerror(errno));
     if (!is_store_file(file_, SharedLayout::file_bytes())) throw no_store("a process uses another format for it");
     void* const memory = mmap(nullptr, sizeof(SharedLayout), PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
     if (memory == MAP_FAILED) throw no_store(std::string("mmap: ") + std::strerror(errno));
     madvise(memory, sizeof(SharedLayout), MADV_DONTFORK);
     layout_ = static_cast<SharedLayout*>(memory);
-    if (founding) SharedIndex::found(*layout_, random_digest_key(), limit_bytes);
+    if (creating) SharedIndex::create(*layout_, random_digest_key(), limit_bytes);
     if (!SharedIndex::is_valid(*layout_)) throw no_store("a process of another version of memsaver uses it");
   }
   // What the thread that joined does until the destructor ends it.
@@ -548,8 +551,7 @@ class SharedStore {
     return std::any_of(ranges.begin(), ranges.end(),
                        [&](const auto& range) { return range.address - slab.address() < slab.bytes(); });
   }
-  // Registers those mapped slabs that are wanted and not registered. Throws as Driver::register_host(): some may not
-  // be.
+  // Registers those mapped slabs that are wanted and not registered. Throws as pin().
   void pin_if(const std::function<bool(std::uint32_t, const HostMapping&)>& wanted) EXCLUDES(mutex_, pin_mutex_) {
     for (;;) {
       const Lock one_at_a_time(pin_mutex_);

@@ -13,7 +13,7 @@
 namespace memsaver {
 
 // Mutexes in memory that several processes share (pthread_mutexattr_setrobust(3)). A mutex belongs to the thread that
-// locked it. If that thread dies, the next one that locks it learns so, and has it.
+// locked it. If that thread dies, the next one that locks it gets EOWNERDEAD, and owns it.
 namespace robust {
 
 // Initializes a mutex in memory that is zero. Throws configuration.

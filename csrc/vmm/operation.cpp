@@ -92,11 +92,11 @@ class Saver::Operation {
   // What an operation does on one device.
   struct Work {
     int device = -1;
-    std::vector<ContentBlock> blocks;               // content to keep or restore
-    std::vector<PlannedChunk> kept;                 // chunks under content
-    std::vector<PlannedChunk> others;               // chunks whose content is not kept
-    std::vector<PlannedChunk> going;                // chunks that a resize gives back
-    std::map<std::string, std::size_t> lost_bytes;  // given to the driver, by tag
+    std::vector<ContentBlock> blocks;                   // content to keep or restore
+    std::vector<PlannedChunk> kept;                     // chunks under content
+    std::vector<PlannedChunk> others;                   // chunks whose content is not kept
+    std::vector<PlannedChunk> going;                    // chunks that a resize gives back
+    std::map<std::string, std::size_t> released_bytes;  // by tag
     std::size_t freed_bytes = 0;
     double first_memory_seconds = 0;
     std::vector<PlannedChunk> acquired;
@@ -330,7 +330,7 @@ class Saver::Operation {
       result.devices.push_back(index);
       result.first_memory_seconds = std::max(result.first_memory_seconds, device.first_memory_seconds);
       result.work.raise_to(device.seconds);
-      for (const auto& [tag, bytes] : device.lost_bytes) {
+      for (const auto& [tag, bytes] : device.released_bytes) {
         tags[tag].released_bytes += bytes;
         tags[tag].already = false;
       }
@@ -453,7 +453,7 @@ class Saver::Release final : public Operation {
   // Throws as PhysicalMemory::drop().
   void drop(Work& device, const PlannedChunk& planned) EXCLUDES(saver_.map_.mutex) {
     saver_.physical_.drop(*planned.arena, planned.chunk, planned.restore);
-    device.lost_bytes[planned.arena->key().tag] += planned.chunk.bytes;
+    device.released_bytes[planned.arena->key().tag] += planned.chunk.bytes;
     if (device.freed_bytes < kFirstMemory) device.first_memory_seconds = seconds();
     device.freed_bytes += planned.chunk.bytes;
   }
@@ -509,9 +509,7 @@ class Saver::Resume : public Operation {
     check_room("resume", "everything stays released with its backup");
     // With little host memory all chunks are mapped first, so that memory for transfers cannot take what they need.
     restore(saver_.driver_->in_host_memory() && saver_.backups_.short_of_room(bytes()));
-    if (devices_.empty()) return;
-    saver_.backups_.retain();
-    if (saver_.backups_.shared() != nullptr) saver_.backups_.trim_later();  // memory that content passed through
+    if (!devices_.empty()) saver_.backups_.retain();
   }
 };
 
@@ -584,7 +582,7 @@ class Saver::Resize final : public Operation {
         const Stopwatch watch(device.seconds.driver);
         for (const auto& [arena, chunk, restore] : device.going) {
           saver_.physical_.drop(*arena, chunk, std::nullopt);
-          device.lost_bytes[arena->key().tag] += chunk.bytes;
+          device.released_bytes[arena->key().tag] += chunk.bytes;
         }
       });
     } catch (const Error&) {

@@ -188,7 +188,8 @@ class PhysicalMemory {
       EXCLUDES(orphans_mutex_) {
     for (const auto& orphan : orphans()) {
       if (orphan.mapped_at == 0 || !arena.owns(orphan.mapped_at)) continue;
-      throw Error::from_driver(ErrorKind::driver, "unmap", "REFUSED", "an earlier failure left a range mapped")
+      throw Error::from_driver(ErrorKind::driver, "unmap", "REFUSED", "an earlier operation could not unmap this range")
+          .with_advice("repeat: each operation tries to unmap it again")
           .with_tag(arena.key().tag)
           .with_device(orphan.device)
           .with_bytes(orphan.bytes)

@@ -144,7 +144,9 @@ class HostBackup(Model):
     file_bytes: int = Field(default=0, description="what backups take in files")
     prepared: bool = Field(default=True, description="the pool is as large as a release of everything needs")
     unused_bytes: int = Field(default=0, description="of capacity_bytes, kept for the next release")
-    shared_store: SharedStoreStatus | None = Field(default=None, description="the rest is of this process alone")
+    shared_store: SharedStoreStatus | None = Field(
+        default=None, description="null if none is used; all other fields are of this process alone"
+    )
 
 
 class HostBackupStatus(HostBackup):
@@ -265,7 +267,7 @@ class OccupationAnswer(Model):
     )
     devices: tuple[OccupiedDevice, ...]
     host_backup: HostBackup
-    host_id: str = Field(default="", description="Of the machine, until it starts anew; empty for a fleet.")
+    host_id: str = Field(default="", description="Identifies the machine until it is booted again; empty for a fleet.")
     host_bytes: int = Field(default=0, description="Memory of the machine, of a fleet that of all its machines.")
     ranks: tuple[RankStatus, ...] = ()
 

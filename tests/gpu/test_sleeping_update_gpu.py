@@ -47,9 +47,9 @@ everything = [*parameters, zeros, tied, rows]
 
 def write(seed):
     torch.manual_seed(seed)
-    values = torch.randn(1 << 20) * 0.02
-    for each in parameters:
-        each.copy_(values.repeat(each.numel() // len(values) + 1)[: each.numel()])
+    values = torch.randn(1_000_003) * 0.02  # no block is like another one
+    for index, each in enumerate(parameters):
+        each.copy_(values.roll(index).repeat(each.numel() // len(values) + 1)[: each.numel()])
     zeros[:100] = seed
 
 def sums():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -152,7 +152,10 @@ def test_vllm_gives_equal_tokens(store: str, model: Path, tmp_path: Path) -> Non
     answers, log = [], tmp_path / "log"
     arguments = (model, log, "--load-format", "memsaver", "--enforce-eager")
     for state in ("resident", "released", "resuming", "resident"):
-        with vllm_server.serving(*arguments, MEMSAVER_SHARED_BACKUPS=store) as (client, process):
+        with (
+            ThreadPoolExecutor(1) as pool,
+            vllm_server.serving(*arguments, MEMSAVER_SHARED_BACKUPS=store) as (client, process),
+        ):
             answers.append(vllm_server.completions(client))
             assert ("were loaded in the ordinary way" in log.read_text()) == (len(answers) == 1)
             wait_until(lambda: is_held(store))
@@ -160,18 +163,24 @@ def test_vllm_gives_equal_tokens(store: str, model: Path, tmp_path: Path) -> Non
             if state == "resident":
                 vllm_server.post(client, "/wake_up")
                 assert vllm_server.completions(client) == answers[-1]
-            elif state == "resuming":
+            processes = [*psutil.Process(process.pid).children(recursive=True), process]
+            waking: Future[None] = Future()
+            if state == "resuming":
                 asleep = torch.cuda.mem_get_info()[0]
-                threading.Thread(target=wake_up, args=(client,)).start()
-                wait_until(lambda asleep=asleep: torch.cuda.mem_get_info()[0] < asleep - (64 << 20), interval_s=0.0)
-            for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-                each.kill()
+                waking = pool.submit(fail_to_wake_up, client)
+                wait_until(lambda asleep=asleep: torch.cuda.mem_get_info()[0] < asleep - (8 << 20), interval_s=0.0)
+            else:
+                waking.set_result(None)
+            for each in processes:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+            waking.result()
     assert answers == answers[:1] * len(answers)
 
 
-def wake_up(client: httpx.Client) -> None:
-    with suppress(httpx.HTTPError):
-        client.post("/wake_up")
+def fail_to_wake_up(client: httpx.Client) -> None:
+    with pytest.raises(httpx.HTTPError):
+        client.post("/wake_up").raise_for_status()
 
 
 @pytest.mark.usefixtures("keeper")

@@ -162,7 +162,7 @@ def test_it_is_bounded_for_all_together(store: str) -> None:
         first.does("write", 1)
         second.does("write", 2)
         assert first.does("release")["backed_up_bytes"] == WEIGHTS
-        assert "shared store is bounded" in second.does("release")
+        assert "limit of the shared store" in second.does("release")
         assert second.does("resume")  # it is resident, with its content
         second.does("write", 1)
         assert second.does("release")["shared_bytes"] == WEIGHTS

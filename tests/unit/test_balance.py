@@ -37,7 +37,7 @@ def test_prefixes_that_are_found_again_are_wanted(used: int, reused: int, wanted
     assert wanted_bytes(cache(400, used, reused), 100, 900, inf, 4.0) == wanted
 
 
-@pytest.mark.parametrize("recomputed_s", [1.0, 20.0, inf])
+@pytest.mark.parametrize("recomputed_s", [6.0, 20.0, inf])
 def test_an_idle_cache_wants_the_least(recomputed_s: float) -> None:
     assert wanted_bytes(cache(400, 0, 300), 100, 900, recomputed_s, 6.0) == 100
 

@@ -43,13 +43,14 @@ TICK_S = 0.5
 OLD_S = 10.0
 #: How long a shrink waits for requests on pages that go, and how long none is tried after one that failed, seconds.
 DRAIN_S = 10.0
-#: A cache of which at least this part is used lacks memory. It wants this many times what it has, and at least so many
-#: steps more.
-PRESSED, MORE, MORE_STEPS = 0.9, 1.5, 4
+#: A cache of which at least this part is used lacks memory.
+PRESSED = 0.9
+#: It wants so many times what it has, and at least so many steps more; another one so many times what requests use.
+MORE, MORE_STEPS = 1.5, 4
 #: For LACKS_S after a prefix was computed again a cache counts as short of memory, and for KEEPS_S it gives none of its
 #: memory to others, seconds. For KEEPS_S after a release it wants the memory that it had before.
 LACKS_S, KEEPS_S = 2.0, 30.0
-#: An engine that has had no request for so long wants only the lower bound of its cache, seconds.
+#: An engine that was seen without requests for so long wants only the lower bound of its cache, seconds.
 IDLE_S = 5.0
 #: The least change of size, as a part of the full cache, but at least a page; as much of the device stays free.
 STEP = 1 / 64
@@ -129,13 +130,14 @@ class Balancer:
         if now.state == "resuming" and self._asked:  # it waits
             self._note()
         if now.running is not None or now.state != "resident":
+            self._used_at = time.monotonic()
             return
         before, devices = self._lifecycle.memory.status(), self._lifecycle.memory.read_devices()
         cache = self._cache.read(devices)
         at = time.monotonic()
         if cache.recomputed > self._recomputed:
             self._recomputed, self._recomputed_at = cache.recomputed, at
-        if cache.used_bytes:
+        if cache.used_bytes or self._recomputed_at == at:
             self._used_at = at
         low, high = self._cache.bounds
         self._had_until = min(self._had_until, at + KEEPS_S)
@@ -162,7 +164,7 @@ class Balancer:
 def wanted_bytes(cache: KvCacheAnswer, low: int, high: int, recomputed_s: float, idle_s: float) -> int:
     """Return the size that a cache wants: half more than requests use and find again. If it is full, or too small for
     its prefixes, one of which was last computed again ``recomputed_s`` ago, it wants half more than it has, and at
-    least ``MORE_STEPS`` more. No request has used it for ``idle_s``."""
+    least ``MORE_STEPS`` more. It wants no more than ``low`` if no request has used it for ``idle_s`` > ``IDLE_S``."""
     if idle_s > IDLE_S:
         return low
     if cache.used_bytes >= PRESSED * cache.bytes or recomputed_s < LACKS_S:
@@ -195,9 +197,9 @@ def outside_bytes(status: Status, devices: Sequence[DeviceMemory]) -> int:
 
 def target_bytes(mine: CacheRow, others: Sequence[CacheRow], free: int, low: int, step: int) -> int:
     """Return the size that a cache should have, while ``free`` bytes of the device are unused. ``step`` bytes of them
-    stay free, and no change is smaller. It gives others what they lack: what it does not want or, if that is more, what
-    it has above an equal share, up to their shares. For resumes and spare memory, which are more urgent than the size
-    of a cache, it gives all that it has above ``low``."""
+    stay free, and no change is smaller. It gives the largest of three amounts: what it does not want, up to what other
+    caches lack; what it has beyond an equal share, up to what others lack of theirs; what resumes and spare memory
+    lack, down to ``low``. If it gives nothing, it takes free memory up to what it wants."""
     left = max(0, free - step) - mine.spare - sum(row.resume + row.spare for row in others)
     free = max(0, left)
     caches = [row for row in others if not row.resume]

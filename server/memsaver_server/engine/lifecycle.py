@@ -433,7 +433,7 @@ class Lifecycle:
             return
         held = self.snapshot().weights_version
         if request.weights_version != held:
-            named = f"are of version {held!r}" if held else "have no version: no update of what they hold named one"
+            named = f"are of version {held!r}" if held else "have no version: their content was written without one"
             raise errors.WrongWeightsError(
                 f"the resume demands weights of version {request.weights_version!r}, but they {named}; nothing was "
                 "resumed. Resume without weights_version, and update the weights"

@@ -140,7 +140,7 @@ class Execution:
         """Restore every engine: abort what is prepared, move back what was moved."""
         self._report("roll_back")
         self._operation.how = "undone"
-        with suppress(RecordError):  # it still says committing: another coordinator fails to, and undoes
+        with suppress(RecordError):  # it still says committing: another coordinator fails, and undoes
             await self._note("rolling_back")
         await asyncio.gather(*map(self._undo_one, self._parts))
         await self._look()
@@ -149,7 +149,7 @@ class Execution:
     # -- tags that no caller names -------------------------------------------------------------------------------------
 
     async def _name_tags(self) -> None:
-        """Have a resume of the last tags that callers name include those that none names. Raises RecordError."""
+        """Add the tags that no caller names to a resume of the last ones that callers name. Raises RecordError."""
         tags = self._request.tags
         if self._request.operation != "resume" or not tags:
             return

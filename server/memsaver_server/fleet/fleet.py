@@ -301,7 +301,7 @@ class AsyncFleet:
             return result
         except asyncio.CancelledError:
             during = f"while {operation.request.operation} {operation.id} was in phase '{operation.phase}'"
-            left = "the next one with its record ends what was not undone"
+            left = "the next coordinator that uses its record completes or undoes it"
             operation.conclude(None, ServerEndsError(f"the coordinator ended {during}; {left}"))
             raise
         except BaseException as error:

@@ -87,7 +87,7 @@ class FleetResult(OperationAnswer):
 class FleetOperationStatusAnswer(OperationStatusAnswer):
     """An operation of the fleet in any status; ``phase`` is its stage, ``engines`` that of each engine."""
 
-    origin: Origin = Field(description="Whose idea it was.")
+    origin: Origin = Field(description="Who began it: a caller, the turns of models, or the reconciler.")
     cause: str = Field(description="Why the coordinator does it, if no caller has asked just now; else empty.")
     answer: FleetResult | dict[str, Any] | None  # type: ignore[assignment]
     engines: dict[str, str]

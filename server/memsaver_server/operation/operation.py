@@ -442,7 +442,7 @@ class Operation:
         elif verb == "resume":
             happens = "is mapping memory already and will complete if the device has enough"
         else:
-            happens = "is unmapping memory already and will complete"
+            happens = f"is {'moving' if verb == 'resize' else 'unmapping'} memory already and will complete"
         undo = "resize again" if verb == "resize" else f"{OPPOSITE[verb]} the tags"
         message = f"{verb} {self.id} cannot be cancelled: it {happens}; to undo it, {undo}"
         return errors.TooLateToCancelError(message, self.id)

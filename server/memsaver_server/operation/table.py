@@ -75,7 +75,7 @@ ENGINE = Table(
     Row("draining", "overtake", "repeat", None, "a stronger drain of the same tags: drains anew, for the longer time"),
     Row("draining", "prepare", "worker", "prepared", "drained, memory lock taken, tokens noted, all checked"),
     Row("waiting", "prepare", "worker", "prepared", "memory lock taken, the device's memory reserved"),
-    Row("draining waiting", "move", "worker", "moving", "drained, memory lock taken; not to be prepared, or committed"),
+    Row("draining waiting", "move", "worker", "moving", "drained, memory lock taken; without `prepare`, or committed"),
     Row(
         "draining waiting prepared",
         "cancel",
@@ -88,7 +88,7 @@ ENGINE = Table(
     Row("prepared", "lease_end", "clock", "undoing"),
     Row("undoing", "cancelled", "worker", "cancelled", "all is as before"),
     Row("undoing", "failed", "worker", "failed", "all is as before"),
-    Row("moving waiting", "shortage", "worker", "waiting", "no release: the device is short, and time is left"),
+    Row("moving waiting", "shortage", "worker", "waiting", "a resume or resize lacks memory: waits, or takes less"),
     Row("moving", "moved", "worker", "finishing", "repair, verify, reopen follow"),
     Row("moving", "failed", "worker", "failed", "undone by the core, unless a rank or the context is lost"),
     Row("finishing", "done", "worker", "succeeded"),

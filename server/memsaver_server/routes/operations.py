@@ -22,8 +22,8 @@ _MISSING = failures({404: "No such operation is remembered."}, only=REFUSED)
 _TOO_LATE = failures(
     {
         404: "No such operation is remembered.",
-        409: "It moves memory already and will complete, or has ended.",
-        504: "It is cancelled, but in a step that is not interrupted.",
+        409: "The operation moves memory already and will complete, or has ended.",
+        504: "The operation is cancelled, but its present step cannot be interrupted.",
     },
     only=REFUSED,
 )
@@ -33,7 +33,9 @@ _NoFields = Annotated[Fields, Depends(fields_of(Fields))]
 class Abort(Fields):
     """How to abort."""
 
-    force: bool = Field(default=False, description="Although another Idempotency-Key has prepared it; is audited.")
+    force: bool = Field(
+        default=False, description="Also if another Idempotency-Key prepared it; the audit log names both callers."
+    )
 
 
 _Abort = Annotated[Abort, Depends(fields_of(Abort))]
@@ -70,7 +72,7 @@ def router(models: Models) -> APIRouter:
     @routes.post(
         "/operations/{operation_id}/commit",
         response_model=models.done,
-        responses=failures({404: "No such operation is remembered.", 409: "It is not prepared."}),
+        responses=failures({404: "No such operation is remembered.", 409: "The operation is not prepared."}),
         openapi_extra=takes(Fields),
     )
     async def commit(request: Request, service: ServiceOf, operation_id: str, _fields: _NoFields) -> JSONResponse:

@@ -41,7 +41,7 @@ class Pause(Fields):
 
 def router(models: Models) -> APIRouter:
     routes = APIRouter(route_class=NamesIgnored, tags=["memory occupation"], dependencies=[Depends(guard)])
-    answered = operated(models.done, {404: "No operation of the id to commit is remembered.", **models.failures})
+    answered = operated(models.done, {404: "The operation to commit is not known.", **models.failures})
     called: dict[str, Any] = {"response_model": models.message, "responses": failures(models.failures)}
     contract: tuple[type[Fields], ...] = (models.release, models.resume)
     release, resume = contract if models.several else (joined(Commit, each) for each in contract)

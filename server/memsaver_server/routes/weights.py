@@ -38,7 +38,7 @@ class UpdateFromTensor(Update):
 
 def router(models: Models) -> APIRouter:
     own = {
-        409: "The weights are released, and cannot be written so; resume them first.",
+        409: "The weights are released, and this engine cannot write them then; resume them first.",
         507: "Host memory is short for an update of released weights; nothing was written.",
     }
     responses = failures({**own, **models.failures})

@@ -165,7 +165,9 @@ class Turns:
             return turn.result()
         self._give_up(turn)
         states = "; ".join(f"{slot.name} is {slot.state}{slot.reason and f' ({slot.reason})'}" for slot in slots)
-        raise NoTurnError(f"{model!r} had no turn within {options.wait_s:g} s: {states}", self._retry_after_s(slots))
+        raise NoTurnError(
+            f"no engine of {model!r} was ready within {options.wait_s:g} s: {states}", self._retry_after_s(slots)
+        )
 
     async def _look(self, line: Line, slots: Sequence[Slot], after_s: float = 0.0) -> None:
         """Read the states of a line's engines: which one wakes, and which make room, is decided on current figures."""
@@ -351,7 +353,7 @@ class Turns:
     async def _release(self, making_room: list[Slot]) -> None:
         result = await self._move_memory("release", [each.name for each in making_room])
         if not result.success:  # all are as before; tried again while requests wait
-            raise NoTurnError(f"no room was made: {result.message}")
+            raise NoTurnError(f"no memory was freed for another engine: {result.message}")
 
     async def _resume(self, slot: Slot, making_room: list[Slot]) -> None:
         demands = {"weights_version": slot.weights_version} if slot.weights_version else {}
