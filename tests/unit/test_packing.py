@@ -211,6 +211,21 @@ def test_what_another_process_packed_needs_none_as_it_is(tmp_path: Path, room: i
     assert taker.memory_info(0)[0] == room
 
 
+def test_what_cannot_be_pinned_is_resumed_all_the_same(tmp_path: Path) -> None:
+    """Neither what another process wrote to the shared store, nor memory through which that would pass."""
+    name = f"test-{tmp_path.name}-{os.getpid()}"
+    giver, taker = (_native.Saver(driver="host", shared_backups=name, verify=verify) for verify in ("full", "off"))
+    address = giver.allocate(0, "t", "host", 40 * MIB)
+    view(address, 40 * MIB)[:] = noise(40 * MIB, 13)
+    giver.save(["t"], [])
+    [(_, nbytes, blocks)] = giver.saved("t")
+    buffer = _native.HostBuffer(taker, 0, "t", "host", nbytes, blocks=blocks)
+    taker.fail("register_host", times=1_000_000)  # type: ignore[attr-defined]
+    taker.resume(["t"])
+    assert taker.counts()["register_host"] >= 2  # type: ignore[attr-defined]
+    assert same(view(buffer.address, nbytes), view(address, 40 * MIB))
+
+
 def test_other_memory_comes_back_while_packed_content_is_on_its_way(tmp_path: Path) -> None:
     """Not after it, when nothing is left that hides the driver's calls and the zeros."""
     saver = make(tmp_path)
