@@ -170,16 +170,16 @@ def options_table() -> str:
                     row = _option(field, schema["properties"][field], schema["$defs"], acts, alone)
                     calls.setdefault(row, []).append(base.operation)
     rows = [f"| {row.format(' and '.join(of))} |" for row, of in calls.items()]
-    head = ["| field | of a | type | default | meaning | acts on | a fleet |", "|---|---|---|---|---|---|---|"]
+    head = ["| field | operation | type | default | meaning | affects | in a fleet |", "|---|---|---|---|---|---|---|"]
     return "\n".join(["", *head, *rows, "", ""])
 
 
 def _option(name: str, field: dict[str, Any], definitions: dict[str, Any], acts: Acts, alone: bool) -> str:
     kind = _type(field, definitions).replace(" or null", "")
     default = field.get("default") or None
-    to_engines = "to each engine" + ("; also to those that join later" if acts.lasting else "")
-    own = "only a fleet has it" if alone else "its coordinator acts"
-    fleet = {"each": to_engines, "own": own}.get(acts.fleet, f"refuses: {acts.fleet}")
+    to_engines = "sent to each engine" + ("; also to those that join later" if acts.lasting else "")
+    own = "only in a fleet" if alone else "the coordinator acts on it"
+    fleet = {"each": to_engines, "own": own}.get(acts.fleet, f"refused: {acts.fleet}")
     shown = "" if default is None else f"`{json.dumps(default)}`"
     return f"`{name}` | {{}} | {kind} | {shown} | {field['description']} | {ACTS[acts.by]} | {fleet}"
 
