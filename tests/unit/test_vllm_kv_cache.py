@@ -304,5 +304,5 @@ def test_no_byte_of_a_block_that_stays_goes(layout: str) -> None:
 
 def test_a_layout_that_is_not_understood_is_refused() -> None:
     for shape in ((7, 14), (6, 5), (7,)):
-        with pytest.raises(UnsupportedError, match="which dimension"):
+        with pytest.raises(UnsupportedError, match="no single dimension"):
             list(behind(torch.zeros(shape), 3, 7))
