@@ -146,7 +146,8 @@ class BackupStore {
     const std::size_t unused = pool.capacity_bytes - pool.used_bytes;
     if (settings_.pack && unused > std::max(kLargestWindow, pool.used_bytes / 8)) trim_later();
   }
-  // Returns whether `bytes` and transfers to files take more memory than is available; if so, unpins what is unused.
+  // Returns whether `bytes` and content on its way through bounce memory take more memory than is available; if so,
+  // unpins what is unused.
   [[nodiscard]] bool short_of_room(std::size_t bytes) REQUIRES(operation_mutex) {
     try {
       const std::size_t transfers = shared_ ? kStoreTransfers : kFileTransfers;

@@ -220,7 +220,10 @@ class RestoreTask {
         break;
       case Kept::host:
       case Kept::file:
-        if (next_read_ <= index) read_ahead();
+        if (next_read_ <= index) {
+          wait_for_uploads(0);  // no read is under way, so they have all bounce memory that is in use
+          read_ahead();
+        }
         if (!reads_.empty() && reads_.front().block == &block) {
           restore_from_read(content);
         } else {
@@ -264,7 +267,6 @@ class RestoreTask {
   // Starts reads of the next blocks, as far as there is bounce memory. What another process wrote to the shared store
   // is read by several threads unless it is pinned here: that is faster than to pin it.
   void read_ahead() {
-    if (reads_.empty()) wait_for_uploads(0);  // they have all bounce memory that is in use
     for (; next_read_ < blocks_.size(); ++next_read_) {
       const Block& block = *blocks_[next_read_].block;
       const bool unpinned = block.kept == Kept::host && block.shared && !pipeline_.store->is_pinned(block.host);

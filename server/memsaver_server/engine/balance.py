@@ -136,8 +136,8 @@ class Balancer:
         cache = self._cache.read(devices)
         at = time.monotonic()
         if cache.recomputed > self._recomputed:
-            self._recomputed, self._recomputed_at = cache.recomputed, at
-        if cache.used_bytes or self._recomputed_at == at:
+            self._recomputed, self._recomputed_at, self._used_at = cache.recomputed, at, at
+        if cache.used_bytes:
             self._used_at = at
         low, high = self._cache.bounds
         self._had_until = min(self._had_until, at + KEEPS_S)
