@@ -50,13 +50,12 @@ def start(folder: Path) -> dict[str, Any]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     model.tie_weights()
-    moved: dict[int, torch.Tensor] = {}
     with ms.region("weights"):
-        model._apply(lambda tensor: moved.setdefault(id(tensor), torch.empty_like(tensor, device=device)))
+        model.to_empty(device=device)
     model.tie_weights()
-    own = model.state_dict()
 
     def load() -> None:
+        own = model.state_dict()
         with safe_open(folder / "model.safetensors", "pt", device=str(device)) as file, torch.no_grad():
             for name in sorted(file.keys()):
                 own[name].copy_(file.get_tensor(name))
@@ -71,6 +70,7 @@ def start(folder: Path) -> dict[str, Any]:
     reason = ms.load_weights(key, lambda: dict(model.named_parameters()), load)
     wait()
     seconds = time.perf_counter() - begin
+    own = model.state_dict()
     sums = [float(tensor.double().sum()) for tensor in own.values()]
     nbytes = sum(tensor.nbytes for tensor in own.values())
     return {"seconds": seconds, "reason": reason, "bytes": nbytes, "sums": sums}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -120,7 +120,7 @@ class _Loading:
             raise ValueError("what the store has of them is damaged, or of another version of memsaver")
         first = next(iter(self._tensors().values()))
         backend, device = process.backend(), first.device.index or 0
-        sharers = sharing(self._storages)
+        sharers = sharing(self._storages, self._tensors().values())
         policy = policy_for(self._tag, None).value
         # Old memory is given back after each batch. A large one has more blocks that are not packed, through whose
         # memory others are unpacked.
@@ -205,12 +205,22 @@ def _layout_of(tensors: Tensors) -> tuple[list[Any], list[torch.UntypedStorage]]
     return rows, list(storages.values())
 
 
-def sharing(storages: Sequence[torch.UntypedStorage]) -> list[list[torch.Tensor]]:
-    """Return the tensors of this process that share each storage."""
+def sharing(storages: Sequence[torch.UntypedStorage], known: Iterable[torch.Tensor] = ()) -> list[list[torch.Tensor]]:
+    """Return the tensors of this process that share each storage. All objects are searched for them unless no other
+    than the ``known`` ones refer to the storages."""
+    use_count = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
+    found = _by_storage(storages, {id(tensor): tensor for tensor in known}.values())
+    # The storage's object in Python has a reference, too.
+    if all(use_count(storage._cdata) == len(its) + 1 for storage, its in zip(storages, found, strict=True)):
+        return found
+    return _by_storage(storages, filter(is_movable, all_tensors()))
+
+
+def _by_storage(storages: Sequence[torch.UntypedStorage], tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     numbers = {storage._cdata: number for number, storage in enumerate(storages)}
     found: list[list[torch.Tensor]] = [[] for _ in storages]
-    for each in all_tensors():
-        if is_movable(each) and (number := numbers.get(each.untyped_storage()._cdata)) is not None:
+    for each in tensors:
+        if (number := numbers.get(each.untyped_storage()._cdata)) is not None:
             found[number].append(each)
     return found
 

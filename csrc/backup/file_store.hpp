@@ -10,7 +10,6 @@
 #include "backup/block.hpp"
 #include "support/mutex.hpp"
 #include "support/range_set.hpp"
-#include "support/system.hpp"
 
 namespace memsaver {
 

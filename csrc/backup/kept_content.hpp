@@ -2,7 +2,6 @@
 
 #include "backup/block.hpp"
 #include "support/packing.hpp"
-#include "support/system.hpp"
 
 namespace memsaver {
 

@@ -14,10 +14,8 @@ namespace memsaver {
 
 // A window is the content that is digested at once.
 inline const std::size_t kLargestWindow = 1024 * kSizeUnit;
-// Blocks on the way through bounce memory at once: to or from the file, and from the shared store, where a thread takes
-// much longer than the link to copy one.
+// Blocks on the way through bounce memory at once: to or from the file, or from the shared store.
 inline constexpr std::size_t kFileTransfers = 8;
-inline constexpr std::size_t kStoreTransfers = 16;
 
 // How much of the restored content is digested again and compared; `automatic` is full if the device digests far faster
 // than it copies, else sampled.

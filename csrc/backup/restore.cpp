@@ -7,6 +7,7 @@ namespace memsaver {
 namespace {
 
 constexpr std::size_t kSampleEvery = 16;
+constexpr std::size_t kReaders = 4;  // threads for a block of the shared store: one takes much longer than the link
 
 // Marks a block as not restored, and adds to the error what to do about it.
 void note_damage(const ContentBlock& content, Error& error) {
@@ -97,7 +98,9 @@ class RestoreTask {
 
   PipelineSeconds run() {
     try {
-      for (const std::size_t i : packed_first()) restore_chunk(i);
+      const std::vector<std::size_t> packed = packed_first();
+      prepare_bounce();
+      for (const std::size_t i : packed) restore_chunk(i);
       unpacking_.end();
       for (std::size_t i = 0; i < chunks_.size(); ++i) {
         if (restored_.count(i) == 0) restore_chunk(i);
@@ -264,15 +267,30 @@ class RestoreTask {
     pipeline_.copy(Pipeline::Direction::to_device, content.base, content.block->extents, memory);
   }
 
-  // Starts reads of the next blocks, as far as there is bounce memory. What another process wrote to the shared store
-  // is read by several threads unless it is pinned here: that is faster than to pin it.
+  // Returns whether a block passes through bounce memory. What another process wrote to the shared store, and is not
+  // pinned here, does: to read it with several threads is faster than to pin it.
+  [[nodiscard]] bool passes(const Block& block) const {
+    return block.kept == Kept::file ||
+           (block.kept == Kept::host && block.shared && !pipeline_.store->is_pinned(block.host));
+  }
+
+  // Starts to pin the bounce memory of the first reads, at once: each would wait for its own.
+  void prepare_bounce() {
+    std::size_t bytes = 0;
+    std::size_t reads = 0;
+    for (auto content = blocks_.begin(); content != blocks_.end() && reads < kFileTransfers; ++content) {
+      if (!passes(*content->block)) continue;
+      bytes += to_pages(content->block->kept_bytes());
+      ++reads;
+    }
+    if (bytes > 0) pipeline_.pool.start_growth(bytes);
+  }
+
+  // Starts reads of the next blocks, as far as there is bounce memory.
   void read_ahead() {
     for (; next_read_ < blocks_.size(); ++next_read_) {
       const Block& block = *blocks_[next_read_].block;
-      const bool unpinned = block.kept == Kept::host && block.shared && !pipeline_.store->is_pinned(block.host);
-      if (!unpinned && block.kept != Kept::file) continue;
-      const std::size_t most = unpinned ? kStoreTransfers : kFileTransfers;
-      if (reads_.size() + uploads_.size() >= most || !read_block(block)) return;
+      if (passes(block) && (reads_.size() + uploads_.size() >= kFileTransfers || !read_block(block))) return;
     }
   }
 
@@ -283,8 +301,7 @@ class RestoreTask {
     std::unique_ptr<HostPool::Bounce> bounce;
     try {
       const Stopwatch watch(seconds_.host_memory);
-      const std::size_t bytes = in_file ? block.file.bytes : sum_of(block.host);
-      bounce = pipeline_.bounce(bytes, reads_.empty() && uploads_.empty());
+      bounce = pipeline_.bounce(block.kept_bytes(), reads_.empty() && uploads_.empty());
     } catch (const Error& error) {
       if (in_file || error.kind == ErrorKind::context_lost) throw;
       ++next_read_;
@@ -295,7 +312,7 @@ class RestoreTask {
     read.block = &block;
     read.bounce = std::move(bounce);
     read.done = sys::run_beside([&files = pipeline_.files, &block, in_file, &memory = read.bounce->ranges] {
-      in_file ? files.read(block.file, memory) : copy_ranges(block.host, memory);
+      in_file ? files.read(block.file, memory) : copy_ranges(block.host, memory, kReaders);
     });
     return true;
   }

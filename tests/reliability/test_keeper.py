@@ -112,6 +112,15 @@ def test_the_next_engine_loads_nothing(store: str, running: list[Any], state: st
     assert status["used_bytes"] < 1.2 * WEIGHTS  # one copy
 
 
+def test_other_tensors_of_the_same_memory_have_the_content_too(store: str, running: list[Any]) -> None:
+    engines = [Engine(store), Engine(store)]
+    running += engines
+    for engine in engines:
+        assert engine.does("view") == [0.0] * 7
+    assert [engine.load()[:2] for engine in engines] == [["the store has none of this model", 1], ["", 0]]
+    assert engines[1].does("view") == engines[0].does("view") != [0.0] * 7
+
+
 def test_engines_beside_each_other_need_no_keeper(store: str, running: list[Any]) -> None:
     running += [Engine(store), Engine(store)]
     first, second = running
