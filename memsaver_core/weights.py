@@ -19,7 +19,7 @@ from memsaver_core.manifests import Allocation, Manifest, SharedStore, WeightsKe
 from memsaver_core.release_resume import with_room
 from memsaver_core.storages import is_movable, rebase
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("memsaver")
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -42,20 +42,19 @@ def load_weights(
     function.
     """
     store = process.saver().shared_store if process.enabled() else None
-    if store is None:
-        load()
-        return "this process has no shared store; set MEMSAVER_SHARED_BACKUPS"
-    loading = None
-    try:
-        loading = _Loading(store, key, tensors, tag)
-    except (ValueError, MemsaverError) as error:
-        reason = str(error)
+    loading, reason = None, "this process has no shared store; set MEMSAVER_SHARED_BACKUPS"
+    if store is not None:
+        try:
+            loading = _Loading(store, key, tensors, tag)
+        except (ValueError, MemsaverError) as error:
+            reason = str(error)
     if loading is None:
         load()
     else:
         reason = loading.run(load)
     if reason:
-        logger.warning("the weights of %s were loaded in the ordinary way: %s", key.model, reason)
+        level = logging.WARNING if store is not None else logging.INFO
+        logger.log(level, "the weights of %s were loaded in the ordinary way: %s", key.model, reason)
     else:
         logger.info("the weights of %s came from the shared store", key.model)
     return reason

@@ -22,7 +22,7 @@ from memsaver_core import _native, nvml
 from memsaver_core.backends.base import Backend, Stack
 from memsaver_core.contract.status import DeviceMemory, TorchMemory
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("memsaver")
 
 _DEFAULT_POOL_ID = (0, 0)
 

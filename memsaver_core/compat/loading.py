@@ -10,7 +10,7 @@ import torch
 from memsaver_core import process
 from memsaver_core.manifests import revision_of
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("memsaver")
 
 #: As engines are asked for it: ``--load-format memsaver``.
 LOAD_FORMAT = "memsaver"

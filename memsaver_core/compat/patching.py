@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("memsaver")
 
 Patch = Callable[[ModuleType], None]
 Function = Callable[..., Any]

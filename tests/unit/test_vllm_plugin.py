@@ -334,6 +334,12 @@ print(type(get_mem_allocator_instance()).__name__)
 """
 
 
+def test_messages_are_in_vllms_log() -> None:
+    """vLLM's server imports a package that has the root logger write errors alone."""
+    code = "import logging; logging.root.setLevel(logging.ERROR); import vllm.logger\n" + REGISTER
+    assert run(f'{code}logging.getLogger("memsaver").info("heard")') == "heard"
+
+
 def test_registering_imports_nothing_of_vllm() -> None:
     code = REGISTER + "print([name for name in sys.modules if name.split('.')[0] == 'vllm'])"
     assert run(code, by_itself=True) == "[]"

@@ -19,7 +19,7 @@ from memsaver_core.compat.torch_memory_saver.utils import set_variable
 from memsaver_core.contract.errors import ConfigurationError, UnknownTagError
 from memsaver_core.contract.policies import ZEROED_TAGS
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("memsaver")
 
 #: How long memory is kept that no pause uses, seconds: longer than a training step.
 KEPT_FOR_S = 600.0

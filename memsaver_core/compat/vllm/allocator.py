@@ -18,7 +18,7 @@ from memsaver_core.contract.errors import ConfigurationError
 from memsaver_core.contract.policies import RestorePolicy, policy_for
 from memsaver_core.resizing import KV_CACHE, piece_bytes
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("memsaver")
 
 SWITCH = "MEMSAVER_VLLM"
 BACKEND = "memsaver"

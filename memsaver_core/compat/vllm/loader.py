@@ -16,7 +16,7 @@ import memsaver_core as ms
 from memsaver_core.compat.loading import LOAD_FORMAT, checkpoint_revision, tensors_of
 from memsaver_core.compat.vllm.allocator import worker_config
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("memsaver")
 
 
 def register(module: ModuleType) -> None:

@@ -31,7 +31,7 @@ from memsaver_core.ranks.rank import Rank, Result
 from memsaver_core.resizing import KV_CACHE
 from memsaver_core.shared_buffers import PeerBuffers, PeerSockets
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("memsaver")
 
 SAMPLING = "vllm.v1.sample.ops.topk_topp_triton"
 FLASHINFER = "vllm.v1.attention.backends.flashinfer"
@@ -50,6 +50,17 @@ def register() -> None:
     when_imported("vllm.device_allocator.sleep_mode_backend", _add_backend)
     when_imported("vllm.v1.worker.gpu_worker", _decide_and_answer)
     when_imported("vllm.model_executor.model_loader", loader.register)
+    when_imported("vllm.logger", _log_with_vllm)
+
+
+def _log_with_vllm(_module: ModuleType) -> None:
+    """Write memsaver's messages as vLLM's own: its server imports a package that sets the root logger to ERROR."""
+    theirs = logging.getLogger("vllm")
+    if theirs.handlers and not logger.handlers:
+        logger.setLevel(theirs.level)
+        logger.propagate = False
+        for handler in theirs.handlers:
+            logger.addHandler(handler)
 
 
 def _if_enabled(wrapper: Function) -> Function:

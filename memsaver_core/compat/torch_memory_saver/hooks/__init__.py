@@ -12,7 +12,7 @@ from memsaver_core import _native, process
 from memsaver_core.compat.torch_memory_saver import state
 from memsaver_core.compat.torch_memory_saver.utils import PRELOAD, change_env, get_binary_path_from_package
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("memsaver")
 
 HookMode = Literal["preload", "torch"]
 base = mode_preload = mode_torch = sys.modules[__name__]
