@@ -68,12 +68,13 @@ def api_reference() -> str:
         "Fields go in a JSON body or in the query string, and are optional unless stated otherwise.",
     ]
     tag = None
+    bodies: dict[str, list[str]] = {}
     for path, methods in spec["paths"].items():
         for method, operation in methods.items():
             if operation["tags"][0] != tag:
                 tag = operation["tags"][0]
                 lines += ["", f"## {tag[0].upper()}{tag[1:]}"]
-            lines += _operation(path, method, operation)
+            lines += _operation(f"{method.upper()} {path}", operation, bodies)
     lines += [
         "",
         "## Errors",
@@ -89,11 +90,12 @@ def api_reference() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _operation(path: str, method: str, operation: dict[str, Any]) -> list[str]:
-    lines = ["", f"### {method.upper()} {path}", "", *_paragraph(operation.get("description"))]
+def _operation(name: str, operation: dict[str, Any], bodies: dict[str, list[str]]) -> list[str]:
+    """Return what the page says of an operation; ``bodies`` has the rows of those before, and gets this one's."""
+    lines = ["", f"### {name}", "", *_paragraph(operation.get("description"))]
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
     if body and body.get("properties"):
-        lines += [*_fields(body), ""]
+        lines += [*_body(name, _fields(body), bodies), ""]
     elif operation.get("parameters"):
         lines += ["Query parameters: " + ", ".join(f"`{one['name']}`" for one in operation["parameters"]) + ".", ""]
     answers, errors = [], []
@@ -108,6 +110,20 @@ def _operation(path: str, method: str, operation: dict[str, Any]) -> list[str]:
     if errors:
         lines.append(f"- [errors](#errors) {', '.join(errors)}")
     return lines
+
+
+def _body(name: str, table: list[str], bodies: dict[str, list[str]]) -> list[str]:
+    """Return the table of a body, or how it differs from the one of an operation before, if by little."""
+    head, rows = table[:2], table[2:]
+    for before, theirs in bodies.items():
+        lacking, more = ([row for row in a if row not in b] for a, b in ((theirs, rows), (rows, theirs)))
+        if len(lacking) + len(more) < len(theirs) / 2:
+            anchor = before.lower().replace(" ", "-").replace("/", "")
+            but = ", ".join(row.split("|")[1].strip() for row in lacking)
+            same = f"The fields of [{before}](#{anchor})" + (f" without {but}" if but else "")
+            return [f"{same}, and:", "", *head, *more] if more else [f"{same}."]
+    bodies[name] = rows
+    return table
 
 
 def _errors(spec: dict[str, Any]) -> list[str]:
