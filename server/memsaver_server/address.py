@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 DEFAULT_URL = "http://127.0.0.1:30000"
@@ -10,6 +11,14 @@ DEFAULT_URL = "http://127.0.0.1:30000"
 def place(host: str, port: int) -> str:
     """Return host and port as an address has them: an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_ip_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def parse_address(url: str) -> str:

@@ -10,7 +10,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -42,7 +42,7 @@ ACCEPTED_AT_ONCE = 8
 GRACE_S = 5
 
 
-class Attachment:
+class Attachment(AbstractContextManager["Attachment"]):
     """A running server.
 
     Attributes:
@@ -78,9 +78,6 @@ class Attachment:
     def lifecycle(self) -> Lifecycle:
         """The state machine behind the routes, for the program that runs the engine."""
         return self._server.config.app.state.memsaver.controller.lifecycle  # type: ignore[no-any-return, union-attr]
-
-    def __enter__(self) -> Attachment:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         self.close()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import re
-from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
-from ipaddress import ip_address
 from typing import Literal
 
 from pydantic import ByteSize, Field, SecretStr, TypeAdapter, field_validator, model_validator
 
 from memsaver_core.settings import PREFIX, CoreSettings, EnvironmentSettings
+from memsaver_server.address import is_ip_address
 from memsaver_server.api_key import parse_api_key
 
 logger = logging.getLogger("memsaver")
@@ -96,7 +95,7 @@ class Settings(EnvironmentSettings):
     def _validate_hosts(cls, hosts: str) -> str:
         """Refuse names that no request can match."""
         for name in filter(None, map(str.strip, hosts.split(","))):
-            if not _is_host(name):
+            if not (re.fullmatch(r"[a-z0-9._-]+", name, re.IGNORECASE | re.ASCII) or is_ip_address(name)):
                 raise ValueError(
                     f"{name!r} is not a host name. Write each name out, without scheme and port. There is no pattern "
                     "for all names: it would let the page of any site call this server. With MEMSAVER_API_KEY every "
@@ -129,14 +128,6 @@ def cache_bounds(bounds: str) -> tuple[int, int]:
     if not 0 <= sizes[0] <= sizes[1]:
         raise ValueError(f"{bounds!r} is not a smaller and a larger size, such as 4GiB..40GiB")
     return sizes
-
-
-def _is_host(name: str) -> bool:
-    if re.fullmatch(r"[a-z0-9._-]+", name, re.IGNORECASE | re.ASCII):
-        return True
-    with suppress(ValueError):
-        return bool(ip_address(name))
-    return False
 
 
 def misspelt_variables() -> dict[str, str]:

@@ -32,6 +32,3 @@ def main() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         # Nothing is printed for a reader that has enough, such as head.
         sys.exit(1 if error.errno == errno.EPIPE else f"memsaver: cannot write the output: {error.strerror}")
-
-
-__all__ = ["main"]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from memsaver_core.contract import requests
-    from memsaver_server.fleet import Fleet, FleetEvent, FleetResult
+    from memsaver_server.fleet import Fleet, FleetEvent
     from memsaver_server.fleet.turns.options import TurnOptions
     from memsaver_server.settings import Settings
 
@@ -136,22 +136,17 @@ def _operate(tags: list[str] | None, engines: Engines, asked: FleetRelease | Fle
         try:
             result = run(selector, tags=tags, operation_id=operation_id, **options)
         except KeyboardInterrupt:
-            result = _given_up(coordinator, operation_id)
+            from memsaver_server.fleet import FleetError
+
+            try:
+                result = coordinator.cancel(operation_id)
+            except FleetError as error:  # it is too late
+                typer.echo(f"memsaver: {error}", err=True)
+                raise typer.Exit(ExitCode.INTERRUPTED) from None
     show(result, fleet_result_view, as_json=as_json)
     if not result.success:
         codes = (exit_code(engine.kind, status_of(engine.kind)) for engine in result.failed)
         raise typer.Exit(next((code for code in codes if code is not ExitCode.FAILED), ExitCode.FAILED))
-
-
-def _given_up(coordinator: Fleet, operation_id: str) -> FleetResult:
-    """Return the result of an operation that Ctrl-C gives up, if it is not too late."""
-    from memsaver_server.fleet import FleetError
-
-    try:
-        return coordinator.cancel(operation_id)
-    except FleetError as error:
-        typer.echo(f"memsaver: {error}", err=True)
-        raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
 def _line(event: FleetEvent) -> str:

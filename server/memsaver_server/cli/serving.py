@@ -73,7 +73,10 @@ def until_ended() -> Iterator[None]:
     try:
         _notify("READY=1")
         yield
-        _wait_for_signal()
+        # Also for a signal whose handler raised in ``__del__``, where Python drops errors.
+        while os.read(_received, 1)[0] not in _SIGNALS:
+            pass
+        raise Ended
     except Ended:
         _notify("STOPPING=1")
 
@@ -131,10 +134,3 @@ def _end_on_signals() -> None:
     signal.set_wakeup_fd(written)
     for one in _SIGNALS:
         signal.signal(one, end)
-
-
-def _wait_for_signal() -> None:
-    """Raise Ended once a signal was received, even if its handler raised in ``__del__``, where Python drops errors."""
-    while os.read(_received, 1)[0] not in _SIGNALS:
-        pass
-    raise Ended

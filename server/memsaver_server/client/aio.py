@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from typing import cast
 
 import httpx
@@ -12,7 +13,7 @@ from memsaver_server.client.calls import Calls
 from memsaver_server.client.requests import Call, Event, EventParser, parse_json
 
 
-class AsyncClient(Calls):
+class AsyncClient(Calls, AbstractAsyncContextManager["AsyncClient"]):
     """Client of one service. Use it in one event loop.
 
     Args:
@@ -50,9 +51,6 @@ class AsyncClient(Calls):
 
     async def close(self) -> None:
         await self._http.aclose()
-
-    async def __aenter__(self) -> AsyncClient:
-        return self
 
     async def __aexit__(self, *_error: object) -> None:
         await self.close()

@@ -41,10 +41,6 @@ from memsaver_server.client.requests import (
 MAX_KEYS = 256
 
 
-def _named(version: str | None) -> dict[str, str]:
-    return {} if version is None else {"weight_version": version}
-
-
 class Calls:
     """What both clients can call; ``_request`` and ``_pause`` wait, or block."""
 
@@ -90,7 +86,8 @@ class Calls:
             try:
                 return await self._request(call)
             except httpx.RequestError as error:
-                if attempt >= self._attempts or not call.may_repeat(error):
+                may_repeat = call.repeatable or isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+                if attempt >= self._attempts or not may_repeat:
                     raise self._target.unreachable(error, attempt) from error
             await self._pause(FIRST_DELAY_S * 2 ** (attempt - 1))
             attempt += 1
@@ -263,15 +260,16 @@ class Calls:
             InvalidRequestError: the folder's model has another shape; nothing was written.
             ConflictError: the weights are released.
         """
-        body = {"model_path": fspath(model_path), **_named(version)}
-        call = Call("POST", "/update_weights_from_disk", body, long=True)
-        return (await self._ask(MessageAnswer, call)).message
+        return await self._update("disk", version, {"model_path": fspath(model_path)})
 
     async def update_weights_from_tensor(self, *safetensors: bytes, version: str | None = None) -> str:
         """As ``update_weights_from_disk``, from the content of safetensors files: one per rank."""
         payloads = [b64encode(image).decode() for image in safetensors]
-        body = {"serialized_named_tensors": payloads, **_named(version)}
-        call = Call("POST", "/update_weights_from_tensor", body, long=True)
+        return await self._update("tensor", version, {"serialized_named_tensors": payloads})
+
+    async def _update(self, source: str, version: str | None, weights: dict[str, Any]) -> str:
+        body = weights if version is None else {**weights, "weight_version": version}
+        call = Call("POST", f"/update_weights_from_{source}", body, long=True)
         return (await self._ask(MessageAnswer, call)).message
 
     async def kv_cache(self) -> KvCacheAnswer:

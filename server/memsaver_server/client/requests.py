@@ -37,9 +37,6 @@ class Call:
     repeatable: bool = True  # it may be sent again if no answer came; else only if the connection failed
     long: bool = False  # it may take as long as an operation
 
-    def may_repeat(self, error: httpx.RequestError) -> bool:
-        return self.repeatable or isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
-
 
 class Target:
     """The service's address and the options of every request. ``uds``, a Unix socket's path, overrides ``url``."""
@@ -48,9 +45,8 @@ class Target:
         self, url: str, uds: str | None, api_key: str | None, timeout_s: float, operation_timeout_s: float | None
     ) -> None:
         """Raises ValueError if ``url`` is not an address, or the key contains characters that a header cannot carry."""
-        address = f"unix://{uds}" if uds else parse_address(url)
-        self.uds = address.removeprefix("unix://") if address.startswith("unix://") else None
-        self.address = address
+        self.address = f"unix://{uds}" if uds else parse_address(url)
+        self.uds = self.address.removeprefix("unix://") if self.address.startswith("unix://") else None
         self.base_url = "http://localhost" if self.uds else self.address
         key = parse_api_key(api_key or "").encode()
         # As bytes: httpx accepts only ASCII in a str.

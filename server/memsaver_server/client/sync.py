@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -52,7 +53,7 @@ def _made(make: Callable[_P, _BlockingCalls]) -> Callable[Concatenate[Client, _P
     return __init__
 
 
-class Client:
+class Client(AbstractContextManager["Client"]):
     """As ``AsyncClient``, blocking. Safe to use from several threads."""
 
     _calls: _BlockingCalls
@@ -110,9 +111,6 @@ class Client:
 
     def close(self) -> None:
         self._calls._http.close()
-
-    def __enter__(self) -> Client:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         self.close()

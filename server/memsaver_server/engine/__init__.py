@@ -132,23 +132,12 @@ def memory_of(engine: object) -> Memory:
     return cast(Memory, getattr(engine, "memory", LOCAL_MEMORY))
 
 
-def model_name_of(engine: object) -> str:
-    """Return the name of the model that ``engine`` serves; an empty string if it has no attribute ``model_name``."""
-    return str(getattr(engine, "model_name", None) or "")
-
-
 def unwritten_weights(engine: object) -> Collection[str]:
     """Return the weights that no update has written since their content was discarded.
 
     An engine without an attribute ``unwritten_weights`` does not know; then one update counts as all.
     """
     return cast(Collection[str], getattr(engine, "unwritten_weights", ()))
-
-
-def updates_asleep(engine: object) -> bool:
-    """Return whether ``engine`` can write its weights while they are released and their tensors are on host memory; an
-    engine without an attribute ``updates_asleep`` cannot."""
-    return bool(getattr(engine, "updates_asleep", False))
 
 
 @runtime_checkable

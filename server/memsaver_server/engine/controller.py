@@ -24,8 +24,8 @@ from memsaver_server.engine import (
     GeneratingEngine,
     ResizableEngine,
     UpdatableEngine,
+    WatchedMemory,
     memory_of,
-    model_name_of,
     tracing,
     unwritten_weights,
 )
@@ -72,6 +72,7 @@ class EngineController(Controller[Operation]):
         self.closing = threading.Event()
         self.callers = CallerFigures()
         self._settings = settings
+        self._stall_check_s = min(STALL_CHECK_S, settings.phase_timeout_s / 4)
         self._audit = AuditLog(settings.audit_file)
         self._monitor = DeviceMonitor(memory=memory_of(engine))
         self.lifecycle = Lifecycle(engine, settings, self._record)
@@ -115,7 +116,10 @@ class EngineController(Controller[Operation]):
         except Exception as error:
             self._metrics.count(asked.operation, kind_of(error))
             raise
-        self._log_stalls(operation)
+        if operation.id not in self._stall_loggers and not operation.done.done():  # also if no client waits for it
+            task = asyncio.get_running_loop().create_task(operation.log_stalls(self._stall_check_s))
+            self._stall_loggers[operation.id] = task
+            task.add_done_callback(lambda _: self._stall_loggers.pop(operation.id))
         return operation
 
     async def attend(self, operation: Operation, *, prepared: bool) -> None:
@@ -202,18 +206,11 @@ class EngineController(Controller[Operation]):
             await asyncio.wait({reached}, timeout=self._stall_check_s)
             if reached.done():
                 return
-            self.lifecycle.raise_if_rank_lost()
+            if isinstance(self.lifecycle.memory, WatchedMemory):
+                self.lifecycle.memory.raise_if_failed()
             running = self.operations.running
             if running is not None and (stall := running.stall()) is not None:
                 raise errors.PhaseTimeoutError(running.stall_message(stall), stall.phase, running.id)
-
-    def _log_stalls(self, operation: Operation) -> None:
-        """Log where ``operation`` stalls, even if no client waits for it."""
-        if operation.id in self._stall_loggers or operation.done.done():
-            return
-        task = asyncio.get_running_loop().create_task(operation.log_stalls(self._stall_check_s))
-        self._stall_loggers[operation.id] = task
-        task.add_done_callback(lambda _: self._stall_loggers.pop(operation.id))
 
     @property
     def _elastic(self) -> ElasticCache:
@@ -228,10 +225,6 @@ class EngineController(Controller[Operation]):
         since = max(now - HELD_S, min(now - ASKS_S, self._held.get(asker, (0.0, 0.0))[0]))
         others = ((last, name) for name, (_, last) in self._held.items() if name != asker and last > since)
         return max(others, default=(0.0, ""))[1]
-
-    @property
-    def _stall_check_s(self) -> float:
-        return min(STALL_CHECK_S, self._settings.phase_timeout_s / 4)
 
     def _record(self, operation: Operation) -> None:
         outcome = "success" if operation.error is None else kind_of(operation.error)
@@ -326,7 +319,7 @@ class EngineController(Controller[Operation]):
             engine=self.name,
             weights_version=now.weights_version,
             engine_id=self._id,
-            model=model_name_of(self.engine),
+            model=str(getattr(self.engine, "model_name", None) or ""),
             admission=AdmissionStatus(open=not now.closed_reason, reason=now.closed_reason),
             operation_id=now.running.id if now.running and now.running.request.operation != "resize" else None,
             updating=now.updating,

@@ -42,13 +42,8 @@ class Gate:
         self._inside: dict[str, InFlightRequest] = {}
         self._closed: str | None = None
         self._hold = 0
-        self._held = 0
+        self.held = 0  # how many requests wait for the gate to open
         self._numbers = itertools.count(1)
-
-    @property
-    def held(self) -> int:
-        """How many requests wait for the gate to open."""
-        return self._held
 
     @contextmanager
     def request(self, name: str | None = None) -> Iterator[InFlightRequest]:
@@ -97,13 +92,13 @@ class Gate:
     def _enter(self, name: str | None) -> InFlightRequest:
         with self._changed:
             if self._closed is not None:
-                if self._held >= self._hold:
+                if self.held >= self._hold:
                     raise AdmissionClosedError(self._closed)
-                self._held += 1
+                self.held += 1
                 try:
                     self._changed.wait_for(lambda: self._closed is None)
                 finally:
-                    self._held -= 1
+                    self.held -= 1
             number = next(self._numbers)
             request = InFlightRequest(f"{name} #{number}" if name else f"request {number}")
             self._inside[request.name] = request

@@ -175,11 +175,10 @@ class ElasticCache:
         return ResizedReport(**dict(report), kv_cache=self.read(self._lifecycle.memory.read_devices()))
 
     def _drain(self, request: ResizeKvCache, pages: int, operation: Operation) -> None:
-        def given_up() -> bool:
-            return operation.cancelled_by is not None
-
         try:
-            self._engine.limit_kv_cache(pages, request.timeout_s or 0.0, request.mode, given_up)
+            self._engine.limit_kv_cache(
+                pages, request.timeout_s or 0.0, request.mode, lambda: operation.cancelled_by is not None
+            )
         except DrainTimeoutError:
             operation.check()
             raise

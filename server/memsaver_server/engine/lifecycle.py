@@ -35,7 +35,6 @@ from memsaver_server.engine import (
     WatchedMemory,
     memory_of,
     unwritten_weights,
-    updates_asleep,
     waits,
 )
 from memsaver_server.engine.admission import Admission, failed_for_good
@@ -336,7 +335,7 @@ class Lifecycle:
             if operation is not None and (stall := operation.stall()) is not None:
                 raise errors.MemoryBusyError(f"nothing was written: {operation.stall_message(stall)}", stall.phase)
         try:
-            asleep = updates_asleep(self._engine) and tag in released_tags(self.memory.status())
+            asleep = getattr(self._engine, "updates_asleep", False) and tag in released_tags(self.memory.status())
             if not asleep:
                 self.check_resident([tag])
             self._updating = True
@@ -412,11 +411,6 @@ class Lifecycle:
         """Whether memory is released, or generation was put to sleep without a release."""
         status = self.memory.status()
         return bool(released_tags(status)) or status.hibernated or self._admission.asleep
-
-    def raise_if_rank_lost(self) -> None:
-        """Raise GroupFailedError, as the operation that runs does, if the engine's ranks have failed."""
-        if isinstance(self.memory, WatchedMemory):
-            self.memory.raise_if_failed()
 
     def _check_usable(self) -> None:
         status = self.memory.status()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from memsaver_server.operation.operation import Operation
 
 #: Upper bounds of the phase histogram, seconds: from an empty tag to a terabyte over PCIe.
 PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
+_BOUNDS = (*map(str, PHASE_BUCKETS_S), "+Inf")
 STATES = ("resident", "releasing", "released", "resuming", "failed")
 
 
@@ -28,12 +30,8 @@ class _Histogram:
     total: float = 0.0
 
     def observe(self, value: float) -> None:
-        self.counts[next((i for i, bound in enumerate(PHASE_BUCKETS_S) if value <= bound), len(PHASE_BUCKETS_S))] += 1
+        self.counts[bisect_left(PHASE_BUCKETS_S, value)] += 1
         self.total += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        bounds = [str(bound) for bound in PHASE_BUCKETS_S] + ["+Inf"]
-        return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
 
 
 class EngineMetrics:
@@ -90,7 +88,8 @@ class EngineMetrics:
         help_text = "How long each phase of an operation took."
         phases = HistogramMetricFamily("memsaver_phase_seconds", help_text, labels=["operation", "phase"])
         for labels, histogram in sorted(self._phases.items()):
-            phases.add_metric(list(labels), histogram.buckets(), sum_value=histogram.total)
+            buckets = zip(_BOUNDS, map(float, accumulate(histogram.counts)), strict=True)
+            phases.add_metric(list(labels), list(buckets), sum_value=histogram.total)
         yield phases
         help_text = "Content copied to or from backups; skipped: not copied, because the backup is current."
         yield counters("memsaver_copy_bytes", help_text, ["direction", "skipped"], self._copied)

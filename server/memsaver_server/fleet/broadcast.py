@@ -66,10 +66,8 @@ async def call_each(
         said += key_advice(status)
         return CallRow(name=name, url=url, success=success, status=status, message=said, body=body)
 
-    async def call_all() -> list[CallRow]:
-        return list(await asyncio.gather(*map(call, engines)))
-
-    return await while_connected(call_all(), WHOLE_S)  # for so long the calls go on without their client
+    calls = asyncio.gather(*map(call, engines))
+    return await while_connected(calls, WHOLE_S)  # for so long the calls go on without their client
 
 
 def answer_of(rows: list[CallRow], done: str, more: Mapping[str, Any] | None = None) -> Answer:

@@ -68,7 +68,7 @@ _HISTORY = 64
 DEFAULT_TIMEOUT_S = 60.0
 
 
-class AsyncFleet:
+class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
     """Coordinates the engines of a membership. Use it in one event loop. Only one may use a record.
 
     It is not the source of truth: the engines report what they are, the record has what is wanted. Operations
@@ -247,9 +247,6 @@ class AsyncFleet:
         """Wait for operations in progress, and close the connections. Engines keep their state."""
         await asyncio.gather(*(each.task for each in self.history.running() if each.task), return_exceptions=True)
         await self.roster.close()
-
-    async def __aenter__(self) -> AsyncFleet:
-        return self
 
     async def __aexit__(self, *_error: object) -> None:
         await self.close()

@@ -82,7 +82,9 @@ class Observer:
         self._took_s = clock.monotonic() - began
         self._show()
         if names is None:
-            self.readings.append({"at": time.time(), "used_bytes": {0: _used_bytes(self.status)}})
+            seen = [engine.occupation for engine in self.status.engines if engine.occupation is not None]
+            used = {device.uuid: device.used_bytes for each in seen for device in each.devices}
+            self.readings.append({"at": time.time(), "used_bytes": {0: sum(used.values())}})
 
     def failure(self, name: str) -> str:
         """Return why an engine does not answer; empty if it did when it was asked last."""
@@ -181,11 +183,6 @@ class Observer:
         elif self.trouble and not trouble:
             logger.warning("the fleet can be looked at again")
         self.trouble = trouble
-
-
-def _used_bytes(status: FleetStatus) -> int:
-    occupations = [engine.occupation for engine in status.engines if engine.occupation is not None]
-    return sum({device.uuid: device.used_bytes for each in occupations for device in each.devices}.values())
 
 
 def _devices(status: FleetStatus) -> tuple[OccupiedDevice, ...]:

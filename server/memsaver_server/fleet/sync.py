@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -51,7 +51,7 @@ async def _in_loop(function: Callable[[], _T]) -> _T:
     return function()
 
 
-class Fleet:
+class Fleet(AbstractContextManager["Fleet"]):
     """As ``AsyncFleet``, blocking. Safe to use from several threads: its event loop runs in a separate thread. Once
     ``close`` was called, every call raises FleetError."""
 
@@ -113,9 +113,6 @@ class Fleet:
         wait(set(self._calls))
         self._submit(self._fleet.close()).result()
         self._end()
-
-    def __enter__(self) -> Fleet:
-        return self
 
     def __exit__(self, *_error: object) -> None:
         self.close()

@@ -13,6 +13,7 @@ from pydantic import SecretStr
 from starlette.types import Scope
 
 from memsaver_core.contract.errors import ConfigurationError, ForbiddenError, UnauthorizedError
+from memsaver_server.address import is_ip_address
 from memsaver_server.http.fairness import Kind
 from memsaver_server.http.request_signing import is_signed
 from memsaver_server.settings import Settings
@@ -124,7 +125,7 @@ def _is_local(scope: Mapping[str, Any]) -> bool:
     """Whether the connection ends at a loopback address or a Unix socket; false if the server does not report where."""
     address, port = _server(scope)
     if port is None:
-        return bool(address) and not _is_address(address)
+        return bool(address) and not is_ip_address(address)
     return _is_loopback(address)
 
 
@@ -150,14 +151,6 @@ def _host_and_port(page: str) -> str:
         return "null"
 
 
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 def _is_loopback(host: str) -> bool:
-    address = ipaddress.ip_address(host) if _is_address(host) else None
+    address = ipaddress.ip_address(host) if is_ip_address(host) else None
     return address is not None and address.is_loopback and getattr(address, "ipv4_mapped", None) is None

@@ -47,7 +47,8 @@ def check_names(given: Iterable[str], known: Collection[str]) -> list[str]:
     plain = {_plain(name): name for name in known}
     ignored = []
     for name in unknown:
-        near = plain.get(_plain(name)) or _meant(name, known)
+        meant = _MEANT.get(_plain(name), "")
+        near = plain.get(_plain(name)) or (meant if meant.partition(".")[0] in known else None)
         if near is None and name in _FIELDS:
             raise BadRequestError(f"field {name!r} has no effect here, so the request is refused. Nothing was done")
         if near is None and name in PASSED_OVER:
@@ -68,11 +69,6 @@ def _plain(name: str) -> str:
 
 #: Our names of fields that select engines in other services, for requests that have them.
 _MEANT = {"modelname": "model", **{_plain(name): f"selector.{name}" for name in Selector.model_fields}}
-
-
-def _meant(name: str, known: Collection[str]) -> str | None:
-    meant = _MEANT.get(_plain(name), "")
-    return meant if meant.partition(".")[0] in known else None
 
 
 class NamesIgnored(APIRoute):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.types import Receive
 
@@ -21,7 +21,7 @@ class ClientGoneError(Exception):
     """The client has closed its connection; nobody reads an answer."""
 
 
-async def while_connected(work: Coroutine[Any, Any, _T], grace_s: float = 0.0, receive: Receive | None = None) -> _T:
+async def while_connected(work: Awaitable[_T], grace_s: float = 0.0, receive: Receive | None = None) -> _T:
     """Return the result of ``work``. Its client is that of ``receive``, by default of the request that the current task
     answers, if any; the body must have been read. Raises ClientGoneError ``grace_s`` seconds after the client has gone
     away: ``work`` was cancelled then, and has ended."""

@@ -8,7 +8,7 @@ Each step is taken on all ranks before any rank takes the next one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -215,7 +215,8 @@ class RankMemory(Group):
             if self.hibernated:
                 self._take_hibernation(steps, "restore", Phase.WAKE, "checkpoint")
                 self._take_hibernation(steps, "unlock", Phase.UNLOCK, "lock")
-            with self._moving_communicators(steps, "resume", _suspended(plans.values())):
+            suspended = {each.name for plan in plans.values() for each in plan.communicators if each.suspended}
+            with self._moving_communicators(steps, "resume", tuple(sorted(suspended))):
                 before = self.statuses
                 act = partial(self.ask, Move("resume", memory))
                 steps.take("resume", Phase.RESTORE, act, lambda: self._release_again(before))
@@ -435,7 +436,3 @@ def _suspendable(plans: Mapping[int, Plan]) -> tuple[tuple[str, ...], list[str]]
         elif not all(each.suspended for each in members.values()):
             names.append(name)
     return tuple(names), reasons
-
-
-def _suspended(plans: Iterable[Plan]) -> tuple[str, ...]:
-    return tuple(sorted({each.name for plan in plans for each in plan.communicators if each.suspended}))

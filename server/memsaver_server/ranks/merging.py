@@ -60,7 +60,7 @@ class RankDevices:
         return Status(
             enabled=True,
             driver=known[0][1].driver,
-            state=_worst(status.state for _, status in known),
+            state=min((status.state for _, status in known), key=_STATES.index),
             failure="; ".join(f"rank {rank}: {status.failure}" for rank, status in known if status.failure),
             tags=merged_tags(tags),
             host_backup=HostBackupStatus(**sums, prepared=prepared, shared_store=_merged_store(backups)),
@@ -122,10 +122,6 @@ def _added(one: _Tag, other: _Tag) -> _Tag:
             changes[name] = mine + theirs
         elif isinstance(mine, Mapping):
             changes[name] = {key: mine.get(key, 0) + theirs.get(key, 0) for key in {**mine, **theirs}}
-    changes["state"] = _worst((one.state, other.state))
+    changes["state"] = min(one.state, other.state, key=_STATES.index)
     changes["restore"] = one.restore if one.restore == other.restore else "mixed"
     return one.model_copy(update=changes)
-
-
-def _worst(states: Iterable[str]) -> str:
-    return min(states, key=_STATES.index)

@@ -41,11 +41,7 @@ class Slot:
     @property
     def is_ready(self) -> bool:
         """Whether a request may be sent to it now."""
-        return self.is_awake and not self.yielding
-
-    @property
-    def is_awake(self) -> bool:
-        return self.state == "awake" and not self.moving
+        return self.state == "awake" and not self.moving and not self.yielding
 
     @property
     def can_make_room(self) -> bool:

@@ -275,7 +275,9 @@ class Turns:
     def _refuse_or_look_again(self, line: Line, asleep: list[Slot]) -> None:
         """Refuse the line if no engine has fitted for ``SHORT_S``: the figures of an engine may be out of date."""
         now = clock.monotonic()
-        if any(self._may_change(slot) for slot in asleep):
+        gpus = {gpu for slot in asleep for gpu in slot.gpus}
+        there = [each for each in self._slots.values() if gpus & set(each.gpus)]
+        if any(each.moving or each.state == "closed" for each in there):  # it may make room later
             line.short_since = None
         elif line.short_since is None or now < line.short_since + SHORT_S:
             line.short_since = line.short_since or now
@@ -330,7 +332,9 @@ class Turns:
         began = clock.monotonic()
         try:
             if making_room:
-                await self._release(making_room)
+                released = await self._move_memory("release", [each.name for each in making_room])
+                if not released.success:  # all are as before; tried again while requests wait
+                    raise NoTurnError(f"no memory was freed for another engine: {released.message}")
             if slot is not None:
                 await self._resume(slot, making_room)
             self._last_move_s = clock.monotonic() - began
@@ -349,11 +353,6 @@ class Turns:
                 each.moving -= 1
                 each.waking = False
             self._schedule()
-
-    async def _release(self, making_room: list[Slot]) -> None:
-        result = await self._move_memory("release", [each.name for each in making_room])
-        if not result.success:  # all are as before; tried again while requests wait
-            raise NoTurnError(f"no memory was freed for another engine: {result.message}")
 
     async def _resume(self, slot: Slot, making_room: list[Slot]) -> None:
         demands = {"weights_version": slot.weights_version} if slot.weights_version else {}
@@ -396,11 +395,6 @@ class Turns:
 
     def _awake_s(self, slot: Slot) -> float:
         return self.options.of(slot.model).awake_s
-
-    def _may_change(self, slot: Slot) -> bool:
-        """Return whether an engine on the same GPUs may make room later."""
-        others = [each for each in self._slots.values() if each is not slot and set(each.gpus) & set(slot.gpus)]
-        return any(each.moving or each.state == "closed" for each in others)
 
     def _retry_after_s(self, slots: Iterable[Slot]) -> int:
         """Return after how many seconds a repeat may succeed: when engines there may make room, and one move later."""
