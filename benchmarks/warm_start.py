@@ -50,8 +50,10 @@ def start(folder: Path) -> dict[str, Any]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     model.tie_weights()
+    moved: dict[int, torch.Tensor] = {}
     with ms.region("weights"):
-        model.to_empty(device=device)
+        model._apply(lambda tensor: moved.setdefault(id(tensor), torch.empty_like(tensor, device=device)))
+    moved.clear()
     model.tie_weights()
 
     def load() -> None:

@@ -47,7 +47,7 @@ class _Everything(Gate):
     def limit_kv_cache(self, *_arguments: Any, **_options: Any) -> None:
         raise NotImplementedError
 
-    def resize_kv_cache(self, pages: int) -> None:
+    def resize_kv_cache(self, pages: int) -> CachePages:
         raise NotImplementedError
 
     def update_weights_from_disk(self, *_arguments: Any, **_options: Any) -> int:
@@ -119,9 +119,10 @@ def _body(name: str, table: list[str], bodies: dict[str, list[str]]) -> list[str
         lacking, more = ([row for row in a if row not in b] for a, b in ((theirs, rows), (rows, theirs)))
         if len(lacking) + len(more) < len(theirs) / 2:
             anchor = before.lower().replace(" ", "-").replace("/", "")
-            but = ", ".join(row.split("|")[1].strip() for row in lacking)
+            gone, new = ([row.split("|")[1].strip() for row in each] for each in (lacking, more))
+            but = ", ".join(name for name in gone if name not in new)
             same = f"The fields of [{before}](#{anchor})" + (f" without {but}" if but else "")
-            return [f"{same}, and:", "", *head, *more] if more else [f"{same}."]
+            return [f"{same}; these differ or are added:", "", *head, *more] if more else [f"{same}."]
     bodies[name] = rows
     return table
 

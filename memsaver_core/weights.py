@@ -205,8 +205,8 @@ def _layout_of(tensors: Tensors) -> tuple[list[Any], list[torch.UntypedStorage]]
 
 
 def sharing(storages: Sequence[torch.UntypedStorage], known: Iterable[torch.Tensor] = ()) -> list[list[torch.Tensor]]:
-    """Return the tensors of this process that share each storage. All objects are searched for them unless no other
-    than the ``known`` ones refer to the storages."""
+    """Return the tensors of this process that share each storage: those ``known`` if the storages' use counts show that
+    no others refer to them, else what a search of all objects finds."""
     use_count = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
     found = _by_storage(storages, {id(tensor): tensor for tensor in known}.values())
     # The storage's object in Python has a reference, too.

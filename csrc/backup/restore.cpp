@@ -312,7 +312,8 @@ class RestoreTask {
     read.block = &block;
     read.bounce = std::move(bounce);
     read.done = sys::run_beside([&files = pipeline_.files, &block, in_file, &memory = read.bounce->ranges] {
-      in_file ? files.read(block.file, memory) : copy_ranges(block.host, memory, kReaders);
+      if (in_file) return files.read(block.file, memory);
+      copy_ranges(block.host, memory, sys::threads_for(block.kept_bytes(), kReaders));
     });
     return true;
   }

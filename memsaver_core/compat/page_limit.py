@@ -94,9 +94,10 @@ class PageLimit(ABC):
     @abstractmethod
     def limit(self, pages: int) -> None: ...
 
-    def keep(self, pages: int) -> None:
+    def keep(self, pages: int) -> dict[str, int]:
         self._kept = pages
         self.limit(pages)
+        return self.read()
 
     def waiting(self) -> int:
         return self._total - self._limit - len(self._held)

@@ -30,18 +30,24 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
 
 
 def create_fleet_app(
-    fleet: AsyncFleet, settings: Settings, *, turns: TurnOptions, engine_key: str | None = None
+    fleet: AsyncFleet,
+    settings: Settings | None = None,
+    *,
+    turns: TurnOptions | None = None,
+    engine_key: str | None = None,
 ) -> FastAPI:
     """Return the application that serves ``fleet``, and closes it when it ends.
 
     Args:
-        settings: their key is that of the callers.
+        settings: by default those of the environment; the key is that of the callers.
         turns: how models take turns.
         engine_key: the key for requests that are passed on to engines for which no key is listed.
     """
     from memsaver_server.fleet.controller import FleetController
+    from memsaver_server.fleet.turns.options import TurnOptions
 
-    controller = FleetController(fleet, settings, turns, engine_key)
+    settings = settings or Settings()
+    controller = FleetController(fleet, settings, turns or TurnOptions(), engine_key)
     about = "Many engines, released together or not at all, and woken by the requests for their models."
     routers = routers_of(controller.models, controller.capabilities)
     return application(controller, settings, routers, "memsaver fleet", about)

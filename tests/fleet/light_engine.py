@@ -91,11 +91,12 @@ class ElasticEngine(LightEngine):
                 raise DrainTimeoutError(timeout_s, [], "the KV cache is as before")
             time.sleep(DRAIN_POLL_S)
 
-    def resize_kv_cache(self, pages: int) -> None:
+    def resize_kv_cache(self, pages: int) -> CachePages:
         if self.refuses:
             raise MemsaverError("told to refuse")
         ms.resize(f"{self.name}/kv_cache", unused=[self.kv[pages * MIB // 8 :]])
         self.kept = pages
+        return self.kv_cache()
 
     def close(self) -> None:
         """Free its memory, so that the next engine of its name has the tags to itself."""

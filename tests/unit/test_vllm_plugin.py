@@ -335,9 +335,19 @@ print(type(get_mem_allocator_instance()).__name__)
 
 
 def test_messages_are_in_vllms_log() -> None:
-    """vLLM's server imports a package that has the root logger write errors alone."""
+    """vLLM's server imports a package that has the root logger write errors alone. The audit log stays apart."""
     code = "import logging; logging.root.setLevel(logging.ERROR); import vllm.logger\n" + REGISTER
-    assert run(f'{code}logging.getLogger("memsaver").info("heard")') == "heard"
+    code += 'for name in ("memsaver", "memsaver.audit"): logging.getLogger(name).info(name)'
+    assert run(code) == "memsaver"
+
+
+def test_a_users_own_logging_stays() -> None:
+    code = (
+        "import logging, sys; logging.basicConfig(stream=sys.stdout, format='root: %(message)s', level=logging.INFO)\n"
+    )
+    code += f"logging.getLogger('memsaver').setLevel(logging.ERROR); import vllm.logger\n{REGISTER}"
+    code += "logging.getLogger('memsaver').info('not heard'); logging.getLogger('memsaver').error('heard')"
+    assert run(code) == "root: heard"
 
 
 def test_registering_imports_nothing_of_vllm() -> None:

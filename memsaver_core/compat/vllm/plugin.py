@@ -54,13 +54,16 @@ def register() -> None:
 
 
 def _log_with_vllm(_module: ModuleType) -> None:
-    """Write memsaver's messages as vLLM's own: its server imports a package that sets the root logger to ERROR."""
-    theirs = logging.getLogger("vllm")
-    if theirs.handlers and not logger.handlers:
+    """Write memsaver's messages as vLLM's own, unless the user has set up other handlers: vLLM's server imports a
+    package that sets the root logger to ERROR."""
+    theirs, audit = logging.getLogger("vllm"), logging.getLogger("memsaver.audit")
+    if logger.level == logging.NOTSET:
         logger.setLevel(theirs.level)
-        logger.propagate = False
+    if not logger.handlers and not logging.root.handlers:
         for handler in theirs.handlers:
             logger.addHandler(handler)
+        if audit.level == logging.NOTSET:
+            audit.setLevel(logging.WARNING)  # it has no handler unless the user asks for one
 
 
 def _if_enabled(wrapper: Function) -> Function:

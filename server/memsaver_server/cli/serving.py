@@ -73,7 +73,7 @@ def until_ended() -> Iterator[None]:
     try:
         _notify("READY=1")
         yield
-        # Also for a signal whose handler raised in ``__del__``, where Python drops errors.
+        # Wait for a signal, also for one whose handler raised in ``__del__``, where Python drops errors.
         while os.read(_received, 1)[0] not in _SIGNALS:
             pass
         raise Ended

@@ -321,9 +321,10 @@ class ResizableEngine(Engine, Protocol):
             DrainTimeoutError: some were still in use after ``timeout_s``. The limit is as before.
         """
 
-    def resize_kv_cache(self, pages: int) -> None:
+    def resize_kv_cache(self, pages: int) -> CachePages:
         """Back only the first ``pages`` pages with memory (``memsaver_core.resize``), and hand out these. No other is
-        in use, and the memory of the cache is resident. A cached prefix on a page that goes is forgotten.
+        in use, and the memory of the cache is resident. A cached prefix on a page that goes is forgotten. Return what
+        the cache has then.
 
         Raises:
             OutOfDeviceMemoryError: the device has too little free memory; the cache is as before.

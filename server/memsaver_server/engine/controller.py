@@ -116,7 +116,8 @@ class EngineController(Controller[Operation]):
         except Exception as error:
             self._metrics.count(asked.operation, kind_of(error))
             raise
-        if operation.id not in self._stall_loggers and not operation.done.done():  # also if no client waits for it
+        if operation.id not in self._stall_loggers and not operation.done.done():
+            # Its stalls are logged also if no client waits for it.
             task = asyncio.get_running_loop().create_task(operation.log_stalls(self._stall_check_s))
             self._stall_loggers[operation.id] = task
             task.add_done_callback(lambda _: self._stall_loggers.pop(operation.id))

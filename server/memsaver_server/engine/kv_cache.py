@@ -162,17 +162,17 @@ class ElasticCache:
         try:
             move = partial(self._move, operation, log)
             try:
-                report = self._lifecycle.with_room(operation, log, request.wait_for_memory_s, partial(move, pages))
+                report, now = self._lifecycle.with_room(operation, log, request.wait_for_memory_s, partial(move, pages))
             except OutOfDeviceMemoryError:
                 if not limits:
                     raise
                 operation.move_later()  # the cache keeps its size, and may grow to the new limit by need
-                report = self._lifecycle.with_room(operation, log, 0.0, partial(move, before))
+                report, now = self._lifecycle.with_room(operation, log, 0.0, partial(move, before))
         except BaseException:
             operation.begin_undo()
             self._engine.limit_kv_cache(before, 0.0)
             raise
-        return ResizedReport(**dict(report), kv_cache=self.read(self._lifecycle.memory.read_devices()))
+        return ResizedReport(**dict(report), kv_cache=self._answer(now, self._lifecycle.memory.read_devices()))
 
     def _drain(self, request: ResizeKvCache, pages: int, operation: Operation) -> None:
         try:
@@ -183,12 +183,12 @@ class ElasticCache:
             operation.check()
             raise
 
-    def _move(self, operation: Operation, log: PhaseLog, pages: int) -> OperationReport:
+    def _move(self, operation: Operation, log: PhaseLog, pages: int) -> tuple[OperationReport, CachePages]:
         self._lifecycle.check_resident(_TAGS)
         operation.await_commit()
         shrunk = self._tag().shrunk_bytes
         with log.phase(Phase.RESIZE):
-            self._engine.resize_kv_cache(pages)
+            now = self._engine.resize_kv_cache(pages)
         tag = self._tag()
         more = tag.shrunk_bytes - shrunk
         report = TagReport(
@@ -200,7 +200,7 @@ class ElasticCache:
             resumed_bytes=max(0, -more),
             already=not more,
         )
-        return operation.moved(log.report("resize", (report,)))
+        return operation.moved(log.report("resize", (report,))), now
 
     def _tag(self) -> TagStatus:
         return next(tag for tag in self._lifecycle.memory.status().tags if tag.tag in _TAGS)

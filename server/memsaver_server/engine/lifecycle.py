@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from memsaver_core.contract import errors
 from memsaver_core.contract.phases import Phase
@@ -52,6 +53,8 @@ from memsaver_server.operation.queue import OperationQueue
 from memsaver_server.settings import Settings
 
 logger = logging.getLogger("memsaver")
+
+_T = TypeVar("_T")
 
 #: Interval at which a resume that waits for device memory reads how much is free, seconds.
 MEMORY_POLL_S = 0.05
@@ -232,9 +235,7 @@ class Lifecycle:
         complete = request.tags and left <= self._implicit and not left & COMMON_TAGS
         return (*request.tags, *sorted(left)) if complete else request.tags
 
-    def with_room(
-        self, operation: Operation, log: PhaseLog, wait_s: float, work: Callable[[], OperationReport]
-    ) -> OperationReport:
+    def with_room(self, operation: Operation, log: PhaseLog, wait_s: float, work: Callable[[], _T]) -> _T:
         """Return the result of ``work``, which runs on this thread and needs device memory and the memory lock. If
         memory is short, call it again once there is enough; raise OutOfDeviceMemoryError after ``wait_s``.
         Raises MemoryBusyError if a weight update takes too long, or OperationCancelledError."""

@@ -24,7 +24,8 @@ class LimitedPages(ABC):
         pages of this engine cannot be limited}``. Names:
 
         - ``read``: the attributes of ``CachePages``, and ``least``, the pages of the smallest cache.
-        - ``limit``: hand out only so many pages, the first ones. ``keep``: likewise, and they are those with memory.
+        - ``limit``: hand out only so many pages, the first ones. ``keep``: likewise, they are those with memory, and
+          the result is that of ``read``.
         - ``waiting``: how many behind the limit are in use. ``late``: the requests that use them.
         - ``preempt``: have such requests wait and be computed again.
         """
@@ -34,9 +35,7 @@ class LimitedPages(ABC):
         """Back only the first ``pages`` pages with memory, on every rank, or only the first ``before`` as now."""
 
     def kv_cache(self) -> CachePages:
-        now = self._ask("read")
-        needed = max(now["needed"], now.pop("least"))
-        return CachePages(**{**now, "needed": needed})
+        return self._read("read")
 
     def limit_kv_cache(
         self, pages: int, timeout_s: float, mode: CacheMode = "wait", given_up: Callable[[], bool] = never
@@ -61,14 +60,19 @@ class LimitedPages(ABC):
             self._ask("limit", now["kept"])
             raise
 
-    def resize_kv_cache(self, pages: int) -> None:
+    def resize_kv_cache(self, pages: int) -> CachePages:
         self.back_pages(pages, self._kept)
-        self._ask("keep", pages)
+        return self._read("keep", pages)
+
+    def _read(self, name: str, *arguments: Any) -> CachePages:
+        now = self._ask(name, *arguments)
+        needed = max(now["needed"], now.pop("least"))
+        return CachePages(**{**now, "needed": needed})
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         answer = self.ask_pages(name, *arguments)
         if "obstacle" in answer:
             raise UnsupportedError(f"the KV cache of this engine cannot be resized: {answer['obstacle']}")
-        if name == "read":
+        if name in ("read", "keep"):
             self._kept = answer["result"]["kept"]
         return answer["result"]

@@ -57,6 +57,8 @@ GRACE_S = 5.0
 
 
 class FleetController(Controller[FleetOperation]):
+    """Use it in one event loop, except ``close``."""
+
     name = "fleet"
     capabilities: frozenset[Capability] = frozenset({"update", "models"})
     models = Models(

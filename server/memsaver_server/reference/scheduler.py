@@ -167,14 +167,15 @@ class Scheduler(LimitedPages):
             used = [request.slot for request in self._running]
             late = [request.name for request in self._running if request.slot >= self._slots.limit]
             match name:
-                case "read":
+                case "read" | "keep":
+                    if name == "keep":
+                        self._slots.resize(*arguments)
+                        self._changed.notify_all()
                     size = {"page_bytes": self.runner.slot_bytes, "page_tokens": self.runner.length, "least": 1}
                     pages = {"total": self.runner.slots, "kept": self._slots.count, **size}
                     return {"result": {**pages, "used": len(used), "needed": max(used, default=-1) + 1}}
                 case "limit":
                     (self._slots.limit,) = arguments
-                case "keep":
-                    self._slots.resize(*arguments)
                 case "waiting":
                     self._check_alive()
             self._changed.notify_all()

@@ -467,8 +467,9 @@ class SglangEngine(LimitedPages, base.LoopEngine):
             return {"obstacle": reason}
         if name in ("limit", "keep", "preempt"):
             self.run_on_all("pages", name, *arguments)
-            return {"result": None}
-        asked = self.submit(partial(self.scheduler.pages, name))
+            if name != "keep":
+                return {"result": None}
+        asked = self.submit(partial(self.scheduler.pages, "read" if name == "keep" else name))
         if not self.is_done(asked, base.COMMAND_S):
             raise base.LateError(f"SGLang's scheduler did not come to its next iteration in {base.COMMAND_S:g} s")
         return {"result": asked.result()}

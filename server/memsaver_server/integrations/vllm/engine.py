@@ -323,7 +323,7 @@ class ApiServerEngine(LimitedPages, VllmEngine):
             return {"obstacle": "it has several engine cores, each with a cache"}
         call = self.call("collective_rpc", BLOCK_LIMIT, None, (name, *arguments))
         answer = cast(dict[str, Any], _in_time(call, "take a call between two steps"))
-        if name == "read" and "result" in answer:
+        if name in ("read", "keep") and "result" in answer:
             tags = [tag for status in self.memory.statuses if status is not None for tag in status.tags]
             largest = max((tag.bytes for tag in tags if tag.tag == KV_CACHE), default=0)
             answer["result"]["page_bytes"] = max(1, largest // answer["result"]["total"])
