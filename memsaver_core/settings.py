@@ -80,7 +80,7 @@ class CoreSettings(EnvironmentSettings):
         ByteSize(0),
         lt=1 << 63,
         description="bound on pinned memory for backups; 0 means 80 % of the RAM available at the start. What passes "
-        "through may take more for each device: 256 MiB to or from files, 512 MiB from a shared store",
+        "through to or from files, or from a shared store, may take up to 256 MiB for each device besides",
     )
     shared_backups: str = Field(
         "",

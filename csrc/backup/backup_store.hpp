@@ -150,7 +150,7 @@ class BackupStore {
   // unpins what is unused.
   [[nodiscard]] bool short_of_room(std::size_t bytes) REQUIRES(operation_mutex) {
     try {
-      if (bytes + kFileTransfers * kBlockBytes + kSpareMemory <= available_memory_bytes()) return false;
+      if (bytes + kTransfers * kBlockBytes + kSpareMemory <= available_memory_bytes()) return false;
     } catch (const Error&) {
       return false;  // how much is available cannot be read now
     }

@@ -15,7 +15,7 @@ namespace memsaver {
 // A window is the content that is digested at once.
 inline const std::size_t kLargestWindow = 1024 * kSizeUnit;
 // Blocks on the way through bounce memory at once: to or from the file, or from the shared store.
-inline constexpr std::size_t kFileTransfers = 8;
+inline constexpr std::size_t kTransfers = 8;
 
 // How much of the restored content is digested again and compared; `automatic` is full if the device digests far faster
 // than it copies, else sampled.

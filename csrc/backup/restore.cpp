@@ -250,7 +250,7 @@ class RestoreTask {
       start_copy(content, uploads_.back().bounce->ranges);
       uploads_.back().copied = pipeline_.record(pipeline_.copies);
     }
-    wait_for_uploads(kFileTransfers / 2);
+    wait_for_uploads(kTransfers / 2);
     read_ahead();
   }
 
@@ -278,7 +278,7 @@ class RestoreTask {
   void prepare_bounce() {
     std::size_t bytes = 0;
     std::size_t reads = 0;
-    for (auto content = blocks_.begin(); content != blocks_.end() && reads < kFileTransfers; ++content) {
+    for (auto content = blocks_.begin(); content != blocks_.end() && reads < kTransfers; ++content) {
       if (!passes(*content->block)) continue;
       bytes += to_pages(content->block->kept_bytes());
       ++reads;
@@ -290,7 +290,7 @@ class RestoreTask {
   void read_ahead() {
     for (; next_read_ < blocks_.size(); ++next_read_) {
       const Block& block = *blocks_[next_read_].block;
-      if (passes(block) && (reads_.size() + uploads_.size() >= kFileTransfers || !read_block(block))) return;
+      if (passes(block) && (reads_.size() + uploads_.size() >= kTransfers || !read_block(block))) return;
     }
   }
 

@@ -56,7 +56,7 @@ class DigestWindows {
   std::deque<Window> submitted_;
 };
 
-// Owns up to kFileTransfers copies from a device to the backup file, each with bounce memory and a writing thread.
+// Owns up to kTransfers copies from a device to the backup file, each with bounce memory and a writing thread.
 class FileWrites {
  public:
   // Adds the seconds spent waiting to `seconds`.
@@ -66,7 +66,7 @@ class FileWrites {
   // device is read until the copies that are queued now are done, the file written until the result is ready. Throws
   // out_of_host_memory, driver errors or what an earlier write threw: what is under way is among transfers().
   [[nodiscard]] std::shared_future<void> start(const Extent& range, Address base, const std::vector<Extent>& extents) {
-    limit(kFileTransfers - 1);
+    limit(kTransfers - 1);
     FileTransfer& transfer = transfers_.emplace_back();  // its memory stays until nothing is under way
     transfer.bounce = take_bounce(sum_of(extents));
     const std::vector<HostRange>& memory = transfer.bounce->ranges;

@@ -26,6 +26,7 @@ int main(int count, char** arguments) {
     const auto driver = memsaver::open_host_driver({}, memsaver::page_bytes());
     SharedStore store(*driver, arguments[1], std::strtoull(arguments[3], nullptr, 10), SharedStore::Kind::keeper);
     pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
+    store.keep(limit);  // what the store has already is held once the line is there
     std::printf("keeping weights of the store %s, up to %zu bytes\n", arguments[1], limit);
     std::fflush(stdout);
     while (!ending) {

@@ -24,8 +24,8 @@ class LimitedPages(ABC):
         pages of this engine cannot be limited}``. Names:
 
         - ``read``: the attributes of ``CachePages``, and ``least``, the pages of the smallest cache.
-        - ``limit``: hand out only so many pages, the first ones. ``keep``: likewise, they are those with memory, and
-          the result is that of ``read``.
+        - ``limit``: hand out only so many pages, the first ones. ``keep``: likewise, once only these have memory; the
+          result is that of ``read``.
         - ``waiting``: how many behind the limit are in use. ``late``: the requests that use them.
         - ``preempt``: have such requests wait and be computed again.
         """

@@ -469,7 +469,8 @@ class SglangEngine(LimitedPages, base.LoopEngine):
             self.run_on_all("pages", name, *arguments)
             if name != "keep":
                 return {"result": None}
-        asked = self.submit(partial(self.scheduler.pages, "read" if name == "keep" else name))
+            name = "read"
+        asked = self.submit(partial(self.scheduler.pages, name))
         if not self.is_done(asked, base.COMMAND_S):
             raise base.LateError(f"SGLang's scheduler did not come to its next iteration in {base.COMMAND_S:g} s")
         return {"result": asked.result()}
