@@ -1,27 +1,33 @@
 """A warm start: seconds until the weights of Qwen3-8B's shape are on the device from the shared store, beside a load of
-the same weights from safetensors in the page cache.
+the same weights from safetensors in the page cache, and one copy of as many bytes in host memory by all cores: content
+of a store reaches the device through pinned memory, so no warm start is faster.
 
 Each start is a process of its own; the time is of the load alone, with the model made and the context open. A keeper
 holds the weights between the starts. The content is compared after each.
-``--engines``: seconds from the start of a server's process to its first token, by load format: ``dummy`` loads nothing,
-``auto`` loads safetensors from the page cache, ``memsaver`` takes the weights from the store.
+``--engine``: instead, seconds from the start of a server's process to its first token, by load format: ``dummy`` loads
+nothing, ``auto`` loads safetensors from the page cache, ``memsaver`` takes the weights from the store. Without graphs,
+which all three would capture.
 
     python benchmarks/warm_start.py                     # needs 35 GiB of disk and 40 GiB of host memory
     python benchmarks/warm_start.py --config tests/data/qwen2-1.5b/config.json --repeats 3 --out /tmp
-    python benchmarks/warm_start.py --engines sglang vllm --repeats 2
+    python benchmarks/warm_start.py --engine vllm --repeats 2   # a start of vLLM may take a minute
     MEMSAVER_DRIVER=host python benchmarks/warm_start.py --config CONFIG.json --repeats 1 --out /tmp
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -31,11 +37,14 @@ import torch
 from _checkpoint import PROMPTS, write_checkpoint
 from _http_engines import ask, vllm
 from _http_engines import started as served
+from _machine import about_gpu
 from _record import ROOT, new_parser, new_result, write
 
 from memsaver_core.manifests import keeper_command
 
 ON_GPU = torch.cuda.is_available() and os.environ.get("MEMSAVER_DRIVER") != "host"
+#: A core copies so many bytes at a time.
+PIECE = 4 << 20
 CONFIG = ROOT / "tests" / "data" / "qwen3-8b" / "config.json"
 
 
@@ -91,18 +100,39 @@ def started(folder: Path, store: str) -> dict[str, Any]:
     return answer
 
 
+def copy_in_host_memory(nbytes: int) -> float:
+    """Read a new mapping of shared memory into a small buffer with all cores; return the seconds."""
+    file, cores = os.memfd_create("source"), os.cpu_count() or 1
+    os.ftruncate(file, nbytes)
+    with mmap.mmap(file, nbytes) as written:
+        torch.frombuffer(written, dtype=torch.uint8).fill_(1)
+    source = torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
+    os.close(file)
+    target = torch.ones(cores * PIECE, dtype=torch.uint8)
+
+    def copy(place: int) -> None:
+        for start in range(place * PIECE, nbytes, cores * PIECE):
+            to, content = target.data_ptr() + place * PIECE, source.data_ptr() + start
+            ctypes.memmove(to, content, min(PIECE, nbytes - start))
+
+    with ThreadPoolExecutor(cores) as threads:
+        begin = time.perf_counter()
+        list(threads.map(copy, range(cores)))
+        return time.perf_counter() - begin
+
+
 def first_token(engine: str, load_format: str, folder: Path, logs: Path) -> float:
     """Start a server; return the seconds until its first token."""
     begin = time.perf_counter()
     more = ("--load-format", load_format)
     if engine == "vllm":
-        kind = vllm(str(folder), 0.6, PROMPTS[0], 1, *more)
+        kind = vllm(str(folder), 0.6, PROMPTS[0], 1, "--enforce-eager", *more)
         with served(kind, engine, logs) as client:
             first, _ = ask(client, kind.path, {**kind.body, "model": engine})
             log = (logs / f"{engine}.log").read_text()
     else:
-        arguments = ["--attention-backend", "triton", "--mem-fraction-static", "0.6", *more]
-        with _sglang_server.started("service", folder, None, arguments) as server:
+        arguments = ["--attention-backend", "triton", "--mem-fraction-static", "0.6", "--disable-cuda-graph"]
+        with _sglang_server.started("service", folder, None, [*arguments, *more]) as server:
             server.wait_until_up()
             server.generate(PROMPTS[0], 1)
             first, log = time.perf_counter(), server.output()
@@ -111,8 +141,8 @@ def first_token(engine: str, load_format: str, folder: Path, logs: Path) -> floa
     return first - begin
 
 
-def starts(engine: str, folder: Path, store: str, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each load format."""
+def starts_of(engine: str, folder: Path, store: str, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds until the first token by load format."""
     os.environ["MEMSAVER_SHARED_BACKUPS"] = store
     found: dict[str, list[float]] = {"dummy": [], "auto": [], "memsaver": []}
     with tempfile.TemporaryDirectory() as logs:
@@ -125,28 +155,49 @@ def starts(engine: str, folder: Path, store: str, repeats: int) -> dict[str, lis
     return found
 
 
+def loads(folder: Path, store: str, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each way to load; the first load brings the file into the page cache."""
+    found: dict[str, list[float]] = {}
+    expected = started(folder, "")
+    ways = {
+        "safetensors in the page cache": ("", 1),
+        "safetensors, and given to the store": (store, 1),
+        "the shared store": (store, repeats),
+    }
+    for way, (name, count) in ways.items():
+        for _ in range(count):
+            run = started(folder, name)
+            if run["sums"] != expected["sums"] or (not run["reason"]) != (way == "the shared store"):
+                raise RuntimeError(f"{way}: other weights, or {run['reason'] or 'loaded from the store'}")
+            found.setdefault(way, []).append(run["seconds"])
+            print(way, run["seconds"], file=sys.stderr, flush=True)
+    found["one copy in host memory"] = [copy_in_host_memory(expected["bytes"]) for _ in range(repeats)]
+    return found
+
+
+def machine(engine: str | None) -> str:
+    about = about_gpu() if ON_GPU else {"gpu": "host driver", "torch": torch.__version__}
+    parts = [about["gpu"], f"torch {about['torch']}"]
+    return ", ".join([*parts, f"{engine} {version(engine)}"] if engine else parts)
+
+
 def to_markdown(result: dict[str, Any]) -> str:
+    about = (
+        "until they are on the device, in a new process each time; all of the store's are compared with their digests"
+    )
+    if result["engine"]:
+        about = f"from the start of {result['engine']}'s process to its first token, without graphs"
     lines = [
-        f"# Warm start: {result['model']}, {result['device']}, torch {result['torch']}",
+        f"# Warm start: {result['model']}, {result['machine']}",
         "",
-        f"{result['date']}, `{result['command']}`. {result['bytes'] / 1e9:.1f} GB of bfloat16 weights; seconds until "
-        "they are on the device, median (fastest to slowest), in a new process each time. All weights from the store "
-        "were compared with their digests.",
+        f"{result['date']}, `{result['command']}`. {result['bytes'] / 1e9:.1f} GB of weights in bfloat16; seconds",
+        f"{about}.",
         "",
-        "| weights from | seconds | GB/s |",
+        f"| {'load format' if result['engine'] else 'weights from'} | median | each |",
         "|---|---|---|",
     ]
     for name, seconds in result["seconds"].items():
-        median = statistics.median(seconds)
-        rate = result["bytes"] / 1e9 / median
-        lines.append(f"| {name} | {median:.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {rate:.1f} |")
-    for engine, found in result["engines"].items():
-        lines += ["", f"Seconds from the start of {engine}'s process to its first token:", ""]
-        lines += ["| load format | median | each |", "|---|---|---|"]
-        lines += [
-            f"| {name} | {statistics.median(all_of):.2f} | {', '.join(f'{each:.2f}' for each in all_of)} |"
-            for name, all_of in found.items()
-        ]
+        lines.append(f"| {name} | {statistics.median(seconds):.2f} | {', '.join(f'{each:.2f}' for each in seconds)} |")
     return "\n".join([*lines, ""])
 
 
@@ -157,42 +208,31 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--config", type=Path, default=CONFIG, help="config.json of the model's shape")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--engines", nargs="+", choices=["sglang", "vllm"], default=[])
+    parser.add_argument("--engine", choices=["sglang", "vllm"])
     options = parser.parse_args()
     store = f"benchmark-{uuid4().hex[:12]}"
-    seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as written:
         folder = Path(written)
         write_checkpoint(options.config, folder)
-        limit = (3 + 2 * len(options.engines)) * (folder / "model.safetensors").stat().st_size
-        keeper = subprocess.Popen(keeper_command(store, limit, limit), stdout=subprocess.DEVNULL)
+        nbytes = (folder / "model.safetensors").stat().st_size
+        keeper = subprocess.Popen(keeper_command(store, 3 * nbytes, 3 * nbytes), stdout=subprocess.DEVNULL)
         try:
-            expected = started(folder, "")["sums"]  # and the file is in the page cache
-            ways = {
-                "safetensors in the page cache": ("", options.repeats),
-                "safetensors, and given to the store": (store, 1),
-                "the shared store": (store, options.repeats),
-            }
-            for way, (name, repeats) in ways.items():
-                for _ in range(repeats):
-                    run = started(folder, name)
-                    if run["sums"] != expected or (not run["reason"]) != (way == "the shared store"):
-                        raise RuntimeError(f"{way}: other weights, or {run['reason'] or 'loaded from the store'}")
-                    seconds.setdefault(way, []).append(run["seconds"])
-            engines = {engine: starts(engine, folder, store, options.repeats) for engine in options.engines}
+            if options.engine:
+                seconds = starts_of(options.engine, folder, store, options.repeats)
+            else:
+                seconds = loads(folder, store, options.repeats)
         finally:
             keeper.terminate()
             keeper.wait()
     result = {
         **new_result("warm_start.py"),
         "model": options.config.parent.name,
-        "device": torch.cuda.get_device_name(0) if ON_GPU else "host driver",
-        "torch": torch.__version__,
-        "bytes": run["bytes"],
+        "machine": machine(options.engine),
+        "engine": options.engine,
+        "bytes": nbytes,
         "seconds": seconds,
-        "engines": engines,
     }
-    print(write("warm-start", result, to_markdown, options.out))
+    print(write(f"warm-start-{options.engine}" if options.engine else "warm-start", result, to_markdown, options.out))
 
 
 if __name__ == "__main__":

@@ -59,21 +59,17 @@ inline void copy_to_ranges(const void* content, const std::vector<Extent>& exten
   });
 }
 
-// Copies all of `from` to `to`, which is at least as large, in several threads.
-inline void copy_ranges(const std::vector<HostRange>& from, const std::vector<HostRange>& to, std::size_t threads) {
+// Copies the bytes [begin, end) of what `from` holds to `to`, which is at least as large as `from`.
+inline void copy_part(const std::vector<HostRange>& from, const std::vector<HostRange>& to, std::size_t begin,
+                      std::size_t end) {
   std::vector<Extent> extents;
   for (const auto& range : from) extents.push_back({range.address, range.bytes});
-  const std::size_t all = sum_of(from);
-  sys::run_in_threads(threads, [&](std::size_t part) {
-    const std::size_t begin = all * part / threads;
-    const std::size_t end = all * (part + 1) / threads;
-    std::size_t at = 0;
-    for_each_piece(extents, to, [&](std::uintptr_t source, std::uintptr_t target, std::size_t bytes) {
-      const std::size_t first = std::clamp(begin, at, at + bytes) - at;
-      const std::size_t last = std::clamp(end, at, at + bytes) - at;
-      std::memcpy(reinterpret_cast<void*>(target + first), reinterpret_cast<const void*>(source + first), last - first);
-      at += bytes;
-    });
+  std::size_t at = 0;
+  for_each_piece(extents, to, [&](std::uintptr_t source, std::uintptr_t target, std::size_t bytes) {
+    const std::size_t first = std::clamp(begin, at, at + bytes) - at;
+    const std::size_t last = std::clamp(end, at, at + bytes) - at;
+    std::memcpy(reinterpret_cast<void*>(target + first), reinterpret_cast<const void*>(source + first), last - first);
+    at += bytes;
   });
 }
 

@@ -178,7 +178,8 @@ class HostPool {
 
  private:
   // First release of 31 GiB on an H200 with 16 cores: 10 threads and 128 MiB slices ran at 40 to 42 GB/s, 8 at 41. 12
-  // threads and 64 MiB slices ran at 36; 15 threads at 26, as the taker, which registers and copies, lacked a core.
+  // threads and 64 MiB slices ran at 36; 15 threads at 26, as the taker, which registers and copies, lacked a core. If
+  // little is missing, slices are smaller: all threads touch them, and the first is there soon.
   inline static const std::size_t kSliceBytes = 128 * kSizeUnit;
   static constexpr std::size_t kHugePage = std::size_t{2} << 20;
   static constexpr std::size_t kGrowers = 10;
@@ -213,7 +214,7 @@ class HostPool {
       return;
     }
     const std::size_t missing = target_ - capacity_;
-    const std::size_t slices = (missing + kSliceBytes - 1) / kSliceBytes;
+    const std::size_t slices = (missing + kBlockBytes - 1) / kBlockBytes;
     const std::size_t wanted = std::min(sys::up_to_cores(kGrowers), slices);
     for (; growers_ < wanted; ++growers_) {
       auto thread = sys::start_thread([this] { grow(); });
@@ -239,7 +240,8 @@ class HostPool {
         changed_.wait(mutex_);  // another thread is registering, and touched slices are left
         continue;
       }
-      const std::size_t bytes = std::min(kSliceBytes, to_pages(target_ - capacity_ - under_way_));
+      const std::size_t left = target_ - capacity_ - under_way_;
+      const std::size_t bytes = to_pages(std::min(left, std::clamp(left / kGrowers, kBlockBytes, kSliceBytes)));
       under_way_ += bytes;
       mutex_.unlock();
       std::optional<HostMapping> slice;

@@ -1,13 +1,17 @@
 
 #include "backup/kept_content.hpp"
 #include "backup/pipeline.hpp"
+#include "support/crew.hpp"
 
 namespace memsaver {
 
 namespace {
 
 constexpr std::size_t kSampleEvery = 16;
-constexpr std::size_t kReaders = 4;  // threads for a block of the shared store: one takes much longer than the link
+// Threads that read blocks, and how much of a block of the shared store one copies at once: all copy the same block, so
+// that it is there soon. 11.5 GB came in 0.27 to 0.30 s so (H100, 16 cores), with parts of 4 or 8 MiB in 0.32 to 0.41.
+constexpr std::size_t kReaders = 16;
+const std::size_t kPartBytes = kBlockBytes / 16;
 
 // Marks a block as not restored, and adds to the error what to do about it.
 void note_damage(const ContentBlock& content, Error& error) {
@@ -311,10 +315,13 @@ class RestoreTask {
     FileTransfer& read = reads_.emplace_back();
     read.block = &block;
     read.bounce = std::move(bounce);
-    read.done = sys::run_beside([&files = pipeline_.files, &block, in_file, &memory = read.bounce->ranges] {
-      if (in_file) return files.read(block.file, memory);
-      copy_ranges(block.host, memory, sys::threads_for(block.kept_bytes(), kReaders));
-    });
+    const std::vector<HostRange>& memory = read.bounce->ranges;
+    const std::size_t bytes = block.kept_bytes();
+    read.done = readers_.run(in_file ? 1 : round_up(bytes, kPartBytes) / kPartBytes,
+                             [&files = pipeline_.files, &block, &memory, in_file](auto part) {
+                               if (in_file) return files.read(block.file, memory);
+                               copy_part(block.host, memory, part * kPartBytes, (part + 1) * kPartBytes);
+                             });
     return true;
   }
 
@@ -382,6 +389,7 @@ class RestoreTask {
   std::set<std::size_t> restored_;  // chunks that are restored, or being restored
   std::deque<std::size_t> ahead_;   // chunks without content, if there is packed content
   std::size_t ahead_every_ = 1;     // blocks
+  Crew readers_{kReaders};
   DigestQueue* const digests_ = verify_ != VerifyChoice::off ? pipeline_.digests() : nullptr;
   std::size_t next_block_ = 0;
   std::size_t next_read_ = 0;  // block to look at for the next read
