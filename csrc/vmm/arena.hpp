@@ -70,6 +70,12 @@ class Arena {
     allocations_.emplace(address, Allocation{address, bytes, {}, false, false});
     live_ += bytes;
   }
+  // Adds a released one, whose backup is `blocks`.
+  void add_released(Address address, std::size_t bytes, std::vector<Block> blocks) {
+    add_allocation(address, bytes);
+    allocations_.at(address).blocks = std::move(blocks);
+    released_under_[key_.restore].add(address, bytes);
+  }
   // Removes an allocation whose backups the caller has given back. Takes the chunks that no live allocation needs any
   // more out of the account and returns them: unmap them, then reclaim() or keep_chunk() each.
   std::vector<Chunk> remove_allocation(Address address) {

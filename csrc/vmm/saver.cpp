@@ -117,7 +117,11 @@ Address Saver::adopt(const Arena::Key& key, std::size_t bytes, const std::vector
     for (auto& block : blocks) backups_.give_back(block, key.device);
     backups_.flush();
   });
-  for (const auto& block : saved) blocks.push_back(adopted(block));
+  try {
+    for (const auto& block : saved) blocks.push_back(adopted(block));
+  } catch (Error& error) {
+    throw error.with_tag(key.tag);
+  }
   Lock lock(map_.mutex);
   const DeviceInfo& info = map_.info_of(key.device);
   std::size_t end = 0;
@@ -132,8 +136,7 @@ Address Saver::adopt(const Arena::Key& key, std::size_t bytes, const std::vector
     physical_.add_addresses(arena, bytes, info);
     lock.lock();
   }
-  arena.add_allocation(place->address, bytes);
-  arena.allocations().at(place->address).blocks = std::move(blocks);
+  arena.add_released(place->address, bytes, std::move(blocks));
   undo.dismiss();
   return place->address;
 }

@@ -119,6 +119,17 @@ inline void add_shared_by_three(std::vector<Scenario>& list) {
   };
   list.push_back(release_of("release of what others keep", fill, options));
   list.push_back(resume_of("resume of what others wrote", fill, options));
+  list.push_back({"brought in from what others wrote", options,
+                  [](World& world) {
+                    Companions::fill(world);
+                    world.release();
+                    world.leave_in_store(0);
+                  },
+                  [](World& world) {
+                    world.take_from_store(0);
+                    world.resume();
+                  },
+                  [](World& world) { world.release(); }});
   list.push_back(release_of(
       "release of content that others keep, changed",
       [fill](World& world) {

@@ -118,6 +118,24 @@ class World {
       throw;
     }
   }
+  // Frees a released allocation whose content is in the shared store, and unmaps what this process uses no more of it.
+  void leave_in_store(std::size_t number) {
+    for (const auto& [address, bytes, blocks] : saver->saved(memories_[number].tag)) {
+      if (address == memories_[number].address) in_store_ = blocks;
+    }
+    free(number);
+    ledger->allow_unpinned_copies();  // if memory cannot be pinned, what is to be brought in is copied all the same
+    saver->trim_backup_memory();
+    saver->wait_until_prepared();
+  }
+  // Brings it in from there, released, unless it is.
+  void take_from_store(std::size_t number) {
+    Memory& memory = memories_[number];
+    concerned_ = {memory.tag};
+    if (memory.alive) return;
+    memory.address = saver->adopt({0, memory.tag, memory.restore, 0}, memory.pages.size() * kPage, in_store_);
+    memory.alive = true;
+  }
   void write_zeros(std::size_t number) {
     Memory& memory = memories_[number];
     std::memset(reinterpret_cast<void*>(memory.address), 0, memory.pages.size() * kPage);
@@ -586,8 +604,9 @@ class World {
   }
 
   Settings settings_;
-  bool sharing_ = false;         // each copy of a shared buffer has a separate stream
-  bool rests_may_stay_ = false;  // of a shared buffer that was never made, if its undo failed
+  std::vector<SavedBlock> in_store_;  // of the allocation that was left there
+  bool sharing_ = false;              // each copy of a shared buffer has a separate stream
+  bool rests_may_stay_ = false;       // of a shared buffer that was never made, if its undo failed
   std::set<std::string> concerned_;
   std::set<Address> shrunk_;      // pages that a resize gave back
   std::set<Address> not_undone_;  // pages that a resume mapped whose undo failed
