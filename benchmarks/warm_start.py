@@ -5,8 +5,8 @@ of a store reaches the device through pinned memory, so no warm start is faster.
 Each start is a process of its own; the time is of the load alone, with the model made and the context open. A keeper
 holds the weights between the starts. The content is compared after each.
 ``--engine``: instead, seconds from the start of a server's process to its first token, by load format: ``dummy`` loads
-nothing, ``auto`` loads safetensors from the page cache, ``memsaver`` takes the weights from the store. Without graphs,
-which all three would capture.
+nothing, ``auto`` loads safetensors from the page cache, ``memsaver`` takes the weights from the store; and of it, what
+the engine's log has for the loading of the model. Without graphs, which all three would capture.
 
     python benchmarks/warm_start.py                     # needs 35 GiB of disk and 40 GiB of host memory
     python benchmarks/warm_start.py --config tests/data/qwen2-1.5b/config.json --repeats 3 --out /tmp
@@ -20,6 +20,7 @@ import ctypes
 import json
 import mmap
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -43,6 +44,11 @@ from _record import ROOT, new_parser, new_result, write
 from memsaver_core.manifests import keeper_command
 
 ON_GPU = torch.cuda.is_available() and os.environ.get("MEMSAVER_DRIVER") != "host"
+#: What an engine logs once it has loaded the model.
+LOADED = {
+    "sglang": r"Load weight end\. elapsed=([\d.]+) s",
+    "vllm": r"Model loading took [\d.]+ GiB memory and ([\d.]+) seconds",
+}
 #: A core copies so many bytes at a time.
 PIECE = 4 << 20
 CONFIG = ROOT / "tests" / "data" / "qwen3-8b" / "config.json"
@@ -121,8 +127,8 @@ def copy_in_host_memory(nbytes: int) -> float:
         return time.perf_counter() - begin
 
 
-def first_token(engine: str, load_format: str, folder: Path, logs: Path) -> float:
-    """Start a server; return the seconds until its first token."""
+def first_token(engine: str, load_format: str, folder: Path, logs: Path) -> tuple[float, float]:
+    """Start a server; return the seconds until its first token, and those in which it loaded the model."""
     begin = time.perf_counter()
     more = ("--load-format", load_format)
     if engine == "vllm":
@@ -136,22 +142,25 @@ def first_token(engine: str, load_format: str, folder: Path, logs: Path) -> floa
             server.wait_until_up()
             server.generate(PROMPTS[0], 1)
             first, log = time.perf_counter(), server.output()
-    if load_format == "memsaver" and "loaded in the ordinary way" in log:
+    loading = re.search(LOADED[engine], log)
+    if loading is None or (load_format == "memsaver" and "loaded in the ordinary way" in log):
         raise RuntimeError(f"{engine} took no weights from the store:\n{log[-3000:]}")
-    return first - begin
+    return first - begin, float(loading[1])
 
 
 def starts_of(engine: str, folder: Path, store: str, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds until the first token by load format."""
+    """Return the seconds of each load format."""
     os.environ["MEMSAVER_SHARED_BACKUPS"] = store
-    found: dict[str, list[float]] = {"dummy": [], "auto": [], "memsaver": []}
+    found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as logs:
         with suppress(RuntimeError):  # the store has none of this engine's; kernels are compiled now
             first_token(engine, "memsaver", folder, Path(logs))
         for _ in range(repeats):
-            for load_format, seconds in found.items():
-                seconds.append(first_token(engine, load_format, folder, Path(logs)))
-                print(engine, load_format, seconds[-1], file=sys.stderr, flush=True)
+            for load_format in ("dummy", "auto", "memsaver"):
+                seconds, loading = first_token(engine, load_format, folder, Path(logs))
+                found.setdefault(load_format, []).append(seconds)
+                found.setdefault(f"{load_format}: loading the model", []).append(loading)
+                print(engine, load_format, seconds, loading, file=sys.stderr, flush=True)
     return found
 
 
