@@ -70,12 +70,9 @@ async def _needs(request: AskedOfFleet, parts: Sequence[Part]) -> dict[str, Plac
     async def count(part: Part) -> None:
         if part.before is None or all(users[uuid] < 2 for uuid in uuids_of(part.before)):
             return
-        try:
+        with part.failing("preparing"):
             plan = await part.connection.plan("resume", request.tags)
-        except EngineFailure as failure:
-            part.fail("preparing", failure)
-            return
-        add_needs(gpus, part.member.name, part.before, plan.devices)
+            add_needs(gpus, part.member.name, part.before, plan.devices)
 
     await asyncio.gather(*map(count, parts))
     return gpus

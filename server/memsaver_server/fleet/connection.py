@@ -27,7 +27,7 @@ from memsaver_core.contract.status import COORDINATOR_HEADER, OccupationAnswer
 from memsaver_server import clock
 from memsaver_server.client.aio import AsyncClient
 from memsaver_server.client.errors import AnswerError, UnreachableError
-from memsaver_server.client.requests import Call, path_of
+from memsaver_server.client.requests import AnswerT, Call, key_header, path_of
 from memsaver_server.fleet.answers import content_of
 from memsaver_server.fleet.members import Member
 
@@ -112,17 +112,13 @@ class Connection:
     async def operation(self, operation_id: str) -> OperationStatusAnswer:
         return await self._ask(partial(self._client.operation, operation_id))
 
-    async def plan(self, verb: OperationName, tags: Sequence[str] | None) -> PlanAnswer:
-        planned = await self._ask(partial(self._client.plan, verb, list(tags or ())))
-        if isinstance(planned, PlanAnswer):
-            return planned
-        what = f"{self.member.url} is a coordinator: list its engines instead"
-        raise EngineFailure("is_coordinator", what, answered=True)
+    async def plan(self, verb: OperationName, tags: Sequence[str]) -> PlanAnswer:
+        call = _operation(verb, {"tags": tags, "dry_run": True})
+        return await self._ask(partial(self._client.call, PlanAnswer, call))
 
     async def prepare(self, verb: OperationName, body: Mapping[str, Any], key: str, limit_s: float) -> PreparedAnswer:
         """Prepare what ``body`` asks for, or renew its lease: ``key`` proves that it is ours."""
-        call = _operation(verb, body, key)
-        return await self._attend(lambda: self._client.call(PreparedAnswer, call), partial(self._find, call), limit_s)
+        return await self._attend(PreparedAnswer, _operation(verb, body, key), limit_s)
 
     async def find(self, verb: OperationName, body: Mapping[str, Any], key: str) -> str:
         """Return the id of an operation that was not answered: a repeat under its ``key`` joins it."""
@@ -130,11 +126,8 @@ class Connection:
 
     async def commit(self, operation_id: str, key: str) -> OperationAnswer:
         """Carry out an operation that was prepared under ``key``; without a time limit."""
-
-        async def known() -> str:
-            return operation_id
-
-        return await self._attend(lambda: self._client.commit(operation_id, key=key), known, None)
+        call = Call("POST", f"/operations/{operation_id}/commit", headers=key_header(key), long=True)
+        return await self._attend(OperationAnswer, call, None, operation_id)
 
     async def abort(self, operation_id: str, key: str) -> None:
         """Undo what was prepared under ``key``. Idempotent."""
@@ -144,8 +137,7 @@ class Connection:
         self, verb: OperationName, body: Mapping[str, Any], *, key: str | None = None, limit_s: float | None = None
     ) -> OperationAnswer:
         """Release, resume or resize in one call. Calls with the same Idempotency-Key ``key`` act once."""
-        call = _operation(verb, body, key)
-        return await self._attend(lambda: self._client.call(OperationAnswer, call), partial(self._find, call), limit_s)
+        return await self._attend(OperationAnswer, _operation(verb, body, key), limit_s)
 
     async def close(self) -> None:
         self._closed = True
@@ -194,15 +186,12 @@ class Connection:
             what = f"gave an answer that cannot be read ({type(error).__name__}: {str(error)[:200]})"
             raise EngineFailure("unreadable", f"{self.member.url} {what}") from error
 
-    async def _attend(
-        self,
-        send: Callable[[], Coroutine[Any, Any, _T]],
-        find: Callable[[], Coroutine[Any, Any, str]],
-        limit_s: float | None,
-    ) -> _T:
-        """Return the answer of a call that takes long; meanwhile check that the engine works on it. ``send`` may be
-        called twice: what the call asks for is done once. ``find`` returns the id of the engine's operation."""
-        answer, worked = asyncio.create_task(send()), asyncio.create_task(self._until_worked(find, limit_s))
+    async def _attend(self, model: type[AnswerT], call: Call, limit_s: float | None, operation_id: str = "") -> AnswerT:
+        """Return the answer of a call that takes long; meanwhile check that the engine works on it, on the operation of
+        this id if it is known. The call may be sent twice: what it asks for is done once."""
+        send = partial(self._client.call, model, call)
+        answer = asyncio.create_task(send())
+        worked = asyncio.create_task(self._until_worked(call, limit_s, operation_id))
         try:
             await asyncio.wait({answer, worked}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
@@ -212,12 +201,12 @@ class Connection:
             _drop(answer)
             _drop(worked)
 
-    async def _until_worked(self, find: Callable[[], Coroutine[Any, Any, str]], limit_s: float | None) -> None:
+    async def _until_worked(self, call: Call, limit_s: float | None, operation_id: str) -> None:
         """Return once the engine says that its operation has ended, or is prepared. Raises if the engine is silent, or
         takes longer than ``limit_s``; its wait for an update of weights, which it limits itself, does not count."""
         probe_s, began = self._silence_s / 2, clock.monotonic()
         await asyncio.sleep(probe_s)
-        operation_id = await self._ask(find)
+        operation_id = operation_id or await self._ask(partial(self._find, call))
         while (now := await self.operation(operation_id)).status in ("queued", "running"):
             if now.phase == Phase.WAIT_FOR_WEIGHTS:
                 began = clock.monotonic()

@@ -127,7 +127,8 @@ class FleetController(Controller[FleetOperation]):
         unless it failed. Raises ConflictError if the opposite runs on some of the engines, unless ``asked.wait``."""
         if (known := self._fleet.known(asked, key or "")) is not None:
             return known
-        running = self._running(asked)
+        callers = [each for each in self.operations.running() if each.origin == "caller"]
+        running = [each for each in callers if (each.request.operation in OPPOSITE) == (asked.operation in OPPOSITE)]
         if key is None and running and running[-1].join(asked):
             return running[-1]
         # Those of turns and of the reconciler are not among them: they end soon.
@@ -208,11 +209,6 @@ class FleetController(Controller[FleetOperation]):
         counted = self._metrics.reconciled if operation.origin == "reconciler" else self._metrics.operations
         counted[operation.request.operation, outcome] += 1
         self._audit.record(operation, outcome)
-
-    def _running(self, asked: AskedOfFleet) -> list[FleetOperation]:
-        """Return the callers' operations that have not ended, the oldest first: those that move memory, or resizes."""
-        callers = [each for each in self._fleet.history.running() if each.origin == "caller"]
-        return [each for each in callers if (each.request.operation in OPPOSITE) == (asked.operation in OPPOSITE)]
 
     def _opposes(self, asked: AskedOfFleet, running: FleetOperation) -> bool:
         other, members = running.asked, self._observer.members.values()

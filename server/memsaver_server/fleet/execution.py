@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -55,14 +55,13 @@ class Execution:
         self._request = operation.asked
         self._key = operation.prepare_key
         self._timeout_s = operation.asked.timeout_s or 0.0
-        #: How long an engine may take to prepare: for its drain, or until there is memory, seconds.
-        self._patience_s = self._timeout_s + operation.asked.patience_s(Phase.WAIT_FOR_MEMORY)
         self._parts = operation.parts
         self._keeper = keeper
         self._lease_s, self._silence_s = coordinator.prepared_for_s, coordinator.silence_s
         self._prepared = {**operation.asked.sent(), "prepare": True, "lease_s": self._lease_s}
         self._report = partial(report, operation)
         self._noted = ""  # the key under which the record has it as running
+        self._wanted: Sequence[Wanted] = ()  # as the record had it when that was needed last
 
     async def alone(self) -> None:
         """Carry it out on each engine by itself. Nothing was done if it raises RecordError."""
@@ -93,20 +92,13 @@ class Execution:
             return
         await self._name_tags()
         await self._note("preparing")
-        ready = False
-        try:
-            if ready := await self._prepare():
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self._abort)
+            if await self._prepare():
                 await self._note("committing")
-                ready = not self._operation.given_up.is_set()  # it may be given up meanwhile
-        except BaseException:
-            ready = False
-            raise
-        finally:
-            if not ready:
-                await self._abort()
-                await self._end()
-        if ready:
-            await self.commit()
+                if not self._operation.given_up.is_set():  # it may be given up meanwhile
+                    undo.pop_all()
+                    await self.commit()
 
     async def abandon(self) -> None:
         """Abort what the engines have prepared of an operation that never got further."""
@@ -118,7 +110,6 @@ class Execution:
             if part.after is not None and part.after.prepared is not None:
                 part.operation_id = part.after.prepared.operation_id
         await self._abort()
-        await self._end()
 
     async def commit(self) -> None:
         """Commit on all engines, which are prepared; undo all if one fails."""
@@ -142,9 +133,11 @@ class Execution:
         self._operation.how = "undone"
         with suppress(RecordError):  # it still says committing: another coordinator fails, and undoes
             await self._note("rolling_back")
+        with suppress(RecordError):
+            self._wanted = (await self._keeper.load()).wanted
         await asyncio.gather(*map(self._undo_one, self._parts))
         await self._look()
-        await self._end(rest=await self._wishes_for_the_rest())
+        await self._end(rest=self._wishes_for_the_rest())
 
     # -- tags that no caller names -------------------------------------------------------------------------------------
 
@@ -153,10 +146,10 @@ class Execution:
         tags = self._request.tags
         if self._request.operation != "resume" or not tags:
             return
-        wanted = (await self._keeper.load()).wanted
+        self._wanted = (await self._keeper.load()).wanted
         for part in self._parts:
             now = part.before or part.after
-            if now is not None and (beside := tags_beside(now, tags, wishes_for(part.member, wanted, now))):
+            if now is not None and (beside := tags_beside(now, tags, wishes_for(part.member, self._wanted, now))):
                 part.named = (*tags, *beside)
 
     def _body(self, part: Part, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -199,10 +192,12 @@ class Execution:
         return all(part.stage == "prepared" for part in self._parts) and not self._operation.given_up.is_set()
 
     async def _prepare_in_turn(self, group: Iterable[Part]) -> None:
+        # An engine may take so long for its drain, or until there is memory.
+        patience_s = self._timeout_s + self._request.patience_s(Phase.WAIT_FOR_MEMORY)
         for part in group:
             part.stage, part.asked = "preparing", True
             try:
-                await self._prepare_one(part, self._patience_s + self._silence_s)
+                await self._prepare_one(part, patience_s + self._silence_s)
             except EngineFailure as failure:
                 part.fail("preparing", failure)
                 raise
@@ -222,15 +217,14 @@ class Execution:
     async def _renew(self, part: Part) -> None:
         if part.stage != "prepared" or part.lease_left() > self._lease_s / 2:
             return
-        try:
+        with part.failing("preparing"):
             await self._prepare_one(part, self._silence_s)
-        except EngineFailure as failure:
-            part.fail("preparing", failure)
 
     async def _abort(self) -> None:
         self._report("abort")
         await asyncio.gather(*(self._abort_one(part) for part in self._parts if part.asked))
         await self._look()
+        await self._end()
 
     async def _abort_one(self, part: Part) -> None:
         """Undo the preparation; if the engine cannot be reached, the end of its lease does it."""
@@ -251,7 +245,7 @@ class Execution:
     # -- commit and undo -----------------------------------------------------------------------------------------------
 
     async def _commit_one(self, part: Part) -> None:
-        try:
+        with part.failing("committing"):
             # An expired lease cannot be committed: one that is half over is renewed.
             if part.stage == "prepared" and part.lease_left() < self._lease_s / 2:
                 known = part.operation_id
@@ -260,8 +254,6 @@ class Execution:
                     raise EngineFailure("lease_ended", f"the lease of {known} ended before its commit", answered=True)
             part.stage = "committing"
             part.done(await part.connection.commit(part.operation_id, self._key))
-        except EngineFailure as failure:
-            part.fail("committing", failure)
 
     async def _undo_one(self, part: Part) -> None:
         request = self._request
@@ -272,7 +264,7 @@ class Execution:
             part.after = await part.connection.occupation()
             tags = part.tags if moves else part.moved(request.operation)
             if tags:
-                body = {"tags": list(tags), **await self._options_back(part, tags)}
+                body = {"tags": list(tags), **self._options_back(part, tags)}
                 # Another coordinator may have begun it: an equal call joins that, another one follows it.
                 asked = sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:8]
                 key, limit_s = f"{part.operation_id}-undo-{asked}", self._timeout_s + self._silence_s
@@ -293,13 +285,13 @@ class Execution:
             return failure.kind == "not_found"  # a new process, or the operation is forgotten
         return True
 
-    async def _options_back(self, part: Part, tags: Collection[str]) -> dict[str, object]:
+    def _options_back(self, part: Part, tags: Collection[str]) -> dict[str, object]:
         """Return the options with which ``tags`` of an engine are moved back. For a release they are those of the
         wishes for it, but what was kept before is kept again. ``wait``: what is undone may not have ended."""
         request = self._request
         if request.operation == "release":
             return {"wait": True, "wait_for_memory_s": self._timeout_s}
-        wishes = await self._wishes_for(part)  # without any, the regions' own policies count
+        wishes = wishes_for(part.member, self._wanted, part.after)  # without any, the regions' own policies count
         options: dict[str, Any] = {}
         restore: dict[str, str] = {}
         for tag in part.after.tags if part.after else ():
@@ -320,23 +312,15 @@ class Execution:
         have died."""
 
         async def look(part: Part) -> None:
-            try:
+            with part.failing("committing"):  # if it has died since, or stopped
                 part.check(await part.connection.occupation(), self._request, "committing")
-            except EngineFailure as failure:  # it has died since, or stopped
-                part.fail("committing", failure)
 
         await asyncio.gather(*(look(part) for part in self._parts if part.stage == "done"))
 
     async def _look(self) -> None:
         await asyncio.gather(*(part.look() for part in self._parts))
 
-    async def _wishes_for(self, part: Part) -> dict[str | None, Wanted]:
-        """Return the wish that counts for each tag of an engine; none if the record cannot be read."""
-        with suppress(RecordError):
-            return wishes_for(part.member, (await self._keeper.load()).wanted, part.after or part.before)
-        return {}
-
-    async def _wishes_for_the_rest(self) -> list[Wanted]:
+    def _wishes_for_the_rest(self) -> list[Wanted]:
         """Return wishes by which a reconciler undoes it on engines whose undo failed, or that do not answer. Tags whose
         wanted state is the former one already are left out, whatever the options of that wish."""
         verb, wish = self._request.operation, self._operation.wish
@@ -344,7 +328,7 @@ class Execution:
         back = wish.model_copy(update={"state": STATES[OPPOSITE[verb]], "options": {}, "until_asked": False})
         rest: list[Wanted] = []
         for part in (part for part in self._parts if part.is_stray(verb)):
-            wishes = await self._wishes_for(part)
+            wishes = wishes_for(part.member, self._wanted, part.after or part.before)
             now = {tag: wish_for(tag, wishes) for tag in part.tags}
             if tags := tuple(tag for tag, wish in now.items() if wish is None or wish.state != back.state):
                 rest.append(back.model_copy(update={"selector": Selector(names=(part.member.name,)), "tags": tags}))

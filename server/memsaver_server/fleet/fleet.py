@@ -30,7 +30,7 @@ from memsaver_core.contract.requests import (
 from memsaver_server.fleet.connection import Coordinator, EngineFailure
 from memsaver_server.fleet.execution import Execution
 from memsaver_server.fleet.keywords import FleetReleaseKeywords, FleetResumeKeywords
-from memsaver_server.fleet.locks import Locks, of_cache
+from memsaver_server.fleet.locks import of_cache
 from memsaver_server.fleet.members import Membership
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
@@ -100,18 +100,15 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
         self.verify = ssl.create_default_context() if verify is True else verify
         self._coordinator = Coordinator(f"memsaver-coordinator {name}", api_key, silence_s, lease_s, self.verify)
         self._keeper = Keeper(record or MemoryRecord())
-        self._locks = Locks()
-        self.roster = Roster(membership, self._locks, self._coordinator)
-        self._hub = Hub()
+        self.roster = Roster(membership, self._coordinator)
+        self.hub = Hub(self.roster)
         self.history: History[FleetOperation] = History(_HISTORY)
         #: Called with each operation that has ended, unless that only repeats a success.
         self.on_ended: Callable[[FleetOperation], None] = lambda _: None
         self._recovering = asyncio.Lock()
         self._left: dict[str, Running] | None = None  # what another coordinator had begun; None: not read yet
         self._recoveries: dict[str, FleetOperation] = {}  # those of ``_left`` that are being brought to an end
-        self._reconciler = Reconciler(
-            self.roster, self._keeper, self._locks, self._hub, self._coordinator, self._reconciled
-        )
+        self._reconciler = Reconciler(self.roster, self._keeper, self.hub, self._reconciled)
         #: Entered while an operation may move memory, and left after it.
         self.around: Callable[[FleetOperation], AbstractAsyncContextManager[None]] = lambda _: nullcontext()
 
@@ -188,10 +185,15 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
         begun = [each for each in self.history.recent() if each.result or not each.has_ended]
         return [each.result or each.progress_now() for each in begun]
 
-    def watch(self, interval_s: float = 1.0) -> AsyncIterator[FleetEvent]:
+    async def watch(self, interval_s: float = 1.0) -> AsyncIterator[FleetEvent]:
         """Yield the events of the fleet until the iterator is closed; first ``joined`` for each member. The engines are
         asked every ``interval_s`` seconds."""
-        return self._hub.watch(self.roster, interval_s)
+        watcher = self.hub.watcher(interval_s)
+        try:
+            while (event := await watcher.next()) is not None:
+                yield event
+        finally:
+            await watcher.close()
 
     async def recover(self) -> list[FleetResult]:
         """Bring to an end what another coordinator with this record had begun; return what became of it.
@@ -323,8 +325,8 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
         parts = await self._parts_of(operation)
         while True:
             names = self._lock_names(operation, parts)
-            waits = self._locks.any_held(names)
-            async with self._locks.held(names, operation.given_up):
+            waits = self.roster.locks.any_held(names)
+            async with self.roster.locks.held(names, operation.given_up):
                 if waits and not operation.given_up.is_set():
                     parts = await self._parts_of(operation)
                     if self._lock_names(operation, parts) - names:
@@ -415,7 +417,8 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
         return self._finish(operation)
 
     async def _carry_on(self, operation: FleetOperation, left: Running) -> FleetResult:
-        async with self._locks.held({*left.engines, *(gpu for each in left.engines.values() for gpu in each.gpus)}):
+        gpus = {gpu for each in left.engines.values() for gpu in each.gpus}
+        async with self.roster.locks.held(gpus.union(left.engines)):
             for name, prepared in left.engines.items():
                 found = await self.roster.find(name, prepared.url)
                 member = replace(found, model=found.model or prepared.model, gpus=found.gpus or prepared.gpus)
@@ -432,12 +435,12 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
 
     def _finish(self, operation: FleetOperation, why: str = "") -> FleetResult:
         result = operation.summed_up(self._coordinator, why)
-        self._hub.publish("result", **result.model_dump(mode="json"))
+        self.hub.publish("result", **result.model_dump(mode="json"))
         return result
 
     def _report(self, operation: FleetOperation, event: str) -> None:
         operation.go(event)
-        self._hub.publish("operation", **operation.progress_now().model_dump(mode="json"))
+        self.hub.publish("operation", **operation.progress_now().model_dump(mode="json"))
 
 
 def _asked(

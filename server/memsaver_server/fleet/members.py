@@ -75,8 +75,7 @@ class StaticMembership:
         self._seen: object = object()  # unlike any file
 
     async def members(self) -> list[Member]:
-        if self._path is not None and self._stamp() != self._seen:
-            seen = self._stamp()
+        if self._path is not None and (seen := self._stamp()) != self._seen:
             self._members = _read(self._path)
             self._seen = seen
         return list(self._members)

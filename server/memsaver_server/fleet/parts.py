@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,14 @@ class Part:
         if self.failure is None:
             self.phase, self.failure, self.stage = phase, failure, "failed"
 
+    @contextmanager
+    def failing(self, phase: str) -> Iterator[None]:
+        """Note a failure of the engine inside."""
+        try:
+            yield
+        except EngineFailure as failure:
+            self.fail(phase, failure)
+
     def prepared(self, answer: PreparedAnswer, lease_ends: float) -> None:
         """Note that it is prepared until ``lease_ends``, on the monotonic clock."""
         self.stage, self.operation_id = "prepared", answer.operation_id
@@ -80,10 +89,9 @@ class Part:
 
     async def perform(self, verb: OperationName, body: Mapping[str, Any], phase: str, key: str | None = None) -> None:
         """Carry out an operation in one call; ``phase`` is that of a failure."""
-        try:
+        with self.failing(phase):
             self.done(await self.connection.perform(verb, body, key=key))
-        except EngineFailure as failure:
-            self.fail(phase, failure)
+        if self.answer is None:
             await self.look()
         self.ended()
 

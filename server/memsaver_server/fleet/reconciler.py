@@ -7,22 +7,15 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import anyio
+
 from memsaver_core.contract.errors import FleetUnknownError
 from memsaver_core.contract.requests import Selector
-from memsaver_server.fleet.connection import Coordinator, EngineFailure
-from memsaver_server.fleet.locks import Locks
+from memsaver_server.fleet.connection import EngineFailure
 from memsaver_server.fleet.members import Member
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part, unlike
-from memsaver_server.fleet.record import (
-    VERBS,
-    Keeper,
-    RecordContent,
-    Wanted,
-    version_for,
-    wish_for,
-    wishes_for,
-)
+from memsaver_server.fleet.record import VERBS, Keeper, RecordContent, Wanted, version_for, wish_for, wishes_for
 from memsaver_server.fleet.results import EngineResult, FleetResult, serves_nothing
 from memsaver_server.fleet.roster import Roster
 from memsaver_server.fleet.watching import Hub
@@ -40,17 +33,13 @@ class Reconciler:
         self,
         roster: Roster,
         keeper: Keeper,
-        locks: Locks,
         hub: Hub,
-        coordinator: Coordinator,
         perform: Callable[[FleetOperation, Mapping[str, Any]], Awaitable[FleetResult]],
     ) -> None:
         """``perform`` carries an operation on one engine out, with this body."""
-        self._coordinator = coordinator
         self._perform = perform
         self._roster = roster
         self._keeper = keeper
-        self._locks = locks
         self._hub = hub
         self._troubles: dict[str, str] = {}  # the failure that was logged last, by engine
         self._failed: dict[str, FleetOperation] = {}  # the operation that failed last, by engine
@@ -71,7 +60,8 @@ class Reconciler:
                 else:
                     self._late.add(going)
                     going.add_done_callback(self._late.discard)
-                await self._changed(interval_s)
+                with anyio.move_on_after(interval_s):
+                    await self._roster.membership.changed()
                 trouble = ""
             except asyncio.CancelledError:
                 for each in (going, *self._late):
@@ -83,16 +73,6 @@ class Reconciler:
                     logger.error("the fleet cannot be reconciled now, which is tried again: %s", error, exc_info=bug)
                 trouble = str(error)
                 await asyncio.sleep(min(interval_s, AGAIN_S))
-
-    async def _changed(self, interval_s: float) -> None:
-        """Wait until the members change, at most ``interval_s`` seconds."""
-        changed = asyncio.ensure_future(self._roster.membership.changed())
-        try:
-            await asyncio.wait({changed}, timeout=interval_s)
-            if changed.done():
-                changed.result()
-        finally:
-            changed.cancel()
 
     async def once(self) -> list[EngineResult]:
         """See ``AsyncFleet.reconcile``. Raises MembershipError or RecordError if the members or the record cannot be
@@ -118,7 +98,7 @@ class Reconciler:
             if part.failure is not None or self._has_rival(part) or not _steps(part, record.wanted):
                 self._report(part)  # else _step reports, as it may fail again
                 return [part.result(undone=False)] if part.failure is not None else []
-            async with self._locks.held(part.locks):  # an operation may have moved it, or changed what is wanted
+            async with self._roster.locks.held(part.locks):  # an operation may have moved it, or changed what is wanted
                 part, record = await self._roster.asked(member), await self._keeper.load()
                 demanded = version_for(member, record.demands)
                 return [await self._step(part, *step, demanded) for step in _steps(part, record.wanted)]
@@ -133,7 +113,7 @@ class Reconciler:
         # What fails is tried at each interval: all attempts are one operation.
         failed = self._failed.pop(name, None)
         operation_id = failed.id if failed is not None and failed.request.operation == verb else ""
-        operation = FleetOperation.of(asked, operation_id, self._coordinator.name, "reconciler", cause)
+        operation = FleetOperation.of(asked, operation_id, self._roster.coordinator.name, "reconciler", cause)
         operation.parts = [Part(part.member, part.connection)]
         demands = {"weights_version": demanded} if verb == "resume" and demanded else {}
         (result,) = (await self._perform(operation, {"tags": list(tags), **wish.options, **demands})).engines
@@ -147,8 +127,8 @@ class Reconciler:
 
     def _has_rival(self, part: Part) -> bool:
         """Return whether another coordinator holds the engine as well; log each such coordinator once."""
-        other = part.before.coordinator if part.before is not None and self._coordinator.holds else ""
-        if other in ("", self._coordinator.name):
+        other = part.before.coordinator if part.before is not None and self._roster.coordinator.holds else ""
+        if other in ("", self._roster.coordinator.name):
             return False
         if other not in self._rivals:
             self._rivals.add(other)

@@ -13,7 +13,7 @@ from typing import Any
 from memsaver_core.contract.requests import Selector
 from memsaver_server import clock
 from memsaver_server.fleet.budget import uuids_of
-from memsaver_server.fleet.connection import QUIET_S, Connection, Coordinator, EngineFailure
+from memsaver_server.fleet.connection import QUIET_S, Connection, Coordinator
 from memsaver_server.fleet.locks import Locks, of_cache
 from memsaver_server.fleet.members import Member, Membership, MembershipError
 from memsaver_server.fleet.parts import Part
@@ -31,10 +31,10 @@ _Key = tuple[str, str, str | None]
 class Roster:
     """The members of a fleet. Use it in one event loop. Its methods raise MembershipError."""
 
-    def __init__(self, membership: Membership, locks: Locks, coordinator: Coordinator) -> None:
+    def __init__(self, membership: Membership, coordinator: Coordinator) -> None:
         self.membership = membership
-        self._coordinator = coordinator
-        self._locks = locks
+        self.coordinator = coordinator
+        self.locks = Locks()  # of the members' names and GPUs
         self._connections: dict[_Key, Connection] = {}
         self._asks: dict[_Key, tuple[float, asyncio.Task[Part]]] = {}  # those of ``asking``, and when they began
         self._ids: dict[str, tuple[str, str, float]] = {}  # of members: address, id of the engine, until when
@@ -131,7 +131,7 @@ class Roster:
     def connection(self, member: Member) -> Connection:
         key = _key(member)
         if key not in self._connections:
-            self._connections[key] = Connection(member, self._coordinator)
+            self._connections[key] = Connection(member, self.coordinator)
         return self._connections[key]
 
     async def asked(self, member: Member) -> Part:
@@ -142,13 +142,11 @@ class Roster:
     async def ask(self, part: Part) -> None:
         """Ask the engine of a part what it holds; note that, or its failure, in the part."""
         listed = part.member
-        try:
+        with part.failing("asking"):
             part.before = await part.connection.occupation()
-        except EngineFailure as failure:
-            part.fail("asking", failure)
-            known = self._known.get(listed.name)
-            model, gpus = (known.model, known.gpus) if known and known.url == listed.url else ("", ())
-        else:
+        known = self._known.get(listed.name)
+        model, gpus = (known.model, known.gpus) if known and known.url == listed.url else ("", ())
+        if part.before is not None:
             model, gpus = part.before.model, uuids_of(part.before)
         part.member = replace(listed, model=listed.model or model, gpus=listed.gpus or gpus)
         if part.before is not None:
@@ -168,7 +166,7 @@ class Roster:
         keys = set(map(_key, members))
         for key in self._asks.keys() - keys:
             self._asks.pop(key)[1].cancel()
-        unused = [key for key in self._connections if not self._locks.any_held((key[0], of_cache(key[0])))]
+        unused = [key for key in self._connections if not self.locks.any_held((key[0], of_cache(key[0])))]
         for key in set(unused) - keys:
             if (connection := self._connections.pop(key, None)) is not None:  # else another call closes it
                 await connection.close()

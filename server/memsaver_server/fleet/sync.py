@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -30,16 +30,12 @@ def _blocking(
 def _made(make: Callable[_P, AsyncFleet]) -> Callable[Concatenate[Fleet, _P], None]:
     @wraps(make)
     def __init__(fleet: Fleet, /, *arguments: _P.args, **options: _P.kwargs) -> None:
+        fleet._fleet = make(*arguments, **options)
         fleet._loop = asyncio.new_event_loop()
         fleet._thread = threading.Thread(target=fleet._loop.run_forever, name="memsaver-fleet", daemon=True)
         fleet._thread.start()
         fleet._closing = threading.Lock()
-        fleet._closed, fleet._calls, fleet._watched = False, set(), set()
-        try:
-            fleet._fleet = fleet._call(_in_loop(lambda: make(*arguments, **options)))
-        except BaseException:
-            fleet._end()
-            raise
+        fleet._closed, fleet._calls = False, set()
 
     return __init__
 
@@ -61,7 +57,6 @@ class Fleet(AbstractContextManager["Fleet"]):
     _closing: threading.Lock
     _closed: bool
     _calls: set[Future[Any]]
-    _watched: set[_Events]
 
     __init__ = _init
 
@@ -83,23 +78,15 @@ class Fleet(AbstractContextManager["Fleet"]):
 
     def watch(self, interval_s: float = 1.0) -> Iterator[FleetEvent]:
         """See ``AsyncFleet.watch``."""
-        events = _Events(self._fleet.watch(interval_s))
-        self._watched.add(events)
-        begun = False
+        watcher = self._call(_in_loop(lambda: self._fleet.hub.watcher(interval_s)))
         try:
-            while True:
-                event = self._call(events.next())
-                begun = True
+            while (event := self._call(watcher.next())) is not None:
                 yield event
-        except (StopAsyncIteration, CancelledError):
+        except FleetError:  # ``close`` was called, which ends what is watched
             return
-        except FleetError:
-            if not (begun and self._closed):  # ``close`` ends what is watched
-                raise
         finally:
-            with suppress(FleetError):  # ``close`` closes them
-                self._call(events.close())
-            self._watched.discard(events)
+            with suppress(FleetError):
+                self._call(watcher.close())
 
     def close(self) -> None:
         """Wait for calls in progress, end what is watched, close the connections and end the thread. Engines keep their
@@ -108,11 +95,12 @@ class Fleet(AbstractContextManager["Fleet"]):
             if self._closed:
                 return
             self._closed = True
-        for events in list(self._watched):
-            self._submit(events.close()).result()
+        self._submit(self._fleet.hub.close()).result()
         wait(set(self._calls))
         self._submit(self._fleet.close()).result()
-        self._end()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def __exit__(self, *_error: object) -> None:
         self.close()
@@ -131,29 +119,3 @@ class Fleet(AbstractContextManager["Fleet"]):
 
     def _submit(self, call: Coroutine[Any, Any, _T]) -> Future[_T]:
         return asyncio.run_coroutine_threadsafe(call, self._loop)
-
-    def _end(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
-class _Events:
-    """Events that are read one at a time, in the event loop."""
-
-    def __init__(self, events: Any) -> None:
-        self._events = events
-        self._reading: asyncio.Future[FleetEvent] | None = None
-        self._ending = asyncio.Lock()
-
-    async def next(self) -> FleetEvent:
-        self._reading = asyncio.ensure_future(anext(self._events))
-        return await self._reading
-
-    async def close(self) -> None:
-        """End them; also while ``next`` waits, whose caller was interrupted."""
-        async with self._ending:
-            if self._reading is not None:
-                self._reading.cancel()
-                await asyncio.wait({self._reading})
-            await self._events.aclose()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
@@ -21,50 +20,61 @@ _WAITING = 10_000
 class Hub:
     """Hands events to all watchers. Use it in one event loop."""
 
-    def __init__(self) -> None:
-        self._watchers: set[_Watcher] = set()
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._watchers: set[Watcher] = set()
 
     def publish(self, event: str, engine: str = "", **data: Any) -> None:
         """Hand an event to all watchers; never waits."""
         for watcher in self._watchers:
             watcher.put(event, engine, **data)
 
-    async def watch(self, roster: Roster, interval_s: float) -> AsyncIterator[FleetEvent]:
-        watcher = _Watcher(roster)
+    def watcher(self, interval_s: float) -> Watcher:
+        """Begin to watch, until it is closed."""
+        watcher = Watcher(self._roster, interval_s)
         self._watchers.add(watcher)
-        looking = asyncio.create_task(watcher.look(interval_s))
-        looking.add_done_callback(lambda _: watcher.append(None))
-        try:
-            while (event := await watcher.events.get()) is not None:
-                yield event
-            looking.result()
-        finally:
-            self._watchers.discard(watcher)
-            looking.cancel()
-            with suppress(asyncio.CancelledError):
-                await looking
+        watcher.looking.add_done_callback(lambda _: self._watchers.discard(watcher))
+        return watcher
+
+    async def close(self) -> None:
+        for watcher in list(self._watchers):
+            await watcher.close()
 
 
-class _Watcher:
+class Watcher:
     """The events of one watcher. It asks the engines itself: their operations may be those of other callers."""
 
-    def __init__(self, roster: Roster) -> None:
-        self.events: asyncio.Queue[FleetEvent | None] = asyncio.Queue(_WAITING)  # None is the end
+    def __init__(self, roster: Roster, interval_s: float) -> None:
+        self._events: asyncio.Queue[FleetEvent | None] = asyncio.Queue(_WAITING)  # None is the end
         self._roster = roster
         self._seen: dict[str, str] = {}  # the state of each member; ``silent``, or empty for one that does not answer
         self._follows: dict[str, asyncio.Task[None]] = {}  # of the operation that each member carries out
         self._progress: dict[str, object] = {}
         self._trouble = ""
+        self.looking = asyncio.create_task(self._look_on(interval_s))
+        self.looking.add_done_callback(lambda _: self._append(None))
+
+    async def next(self) -> FleetEvent | None:
+        """Wait for an event; return None once this is closed."""
+        event = await self._events.get()
+        if event is None and not self.looking.cancelled():
+            self.looking.result()
+        return event
+
+    async def close(self) -> None:
+        self.looking.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.looking
 
     def put(self, event: str, engine: str = "", **data: Any) -> None:
-        self.append(FleetEvent(at=time.time(), event=event, engine=engine, data=data))
+        self._append(FleetEvent(at=time.time(), event=event, engine=engine, data=data))
 
-    def append(self, event: FleetEvent | None) -> None:
-        if self.events.full():
-            self.events.get_nowait()
-        self.events.put_nowait(event)
+    def _append(self, event: FleetEvent | None) -> None:
+        if self._events.full():
+            self._events.get_nowait()
+        self._events.put_nowait(event)
 
-    async def look(self, interval_s: float) -> None:
+    async def _look_on(self, interval_s: float) -> None:
         while True:
             try:
                 members = await self._roster.members()

@@ -47,7 +47,7 @@ class RayMembership:
         for name in deaths.keys() - self._deaths.keys():
             logger.error("engine %s has left the fleet: its actor died: %s", name, deaths[name].cause)
         self._deaths = deaths
-        return checked(entry.member() for entry, _ in self._seen.values())
+        return checked(entry.member for entry, _ in self._seen.values())
 
     async def changed(self) -> None:
         """See ``Membership``. Woken by Ray's events of actors, and by ``wake``; asks nothing at intervals."""
@@ -78,9 +78,9 @@ class RayMembership:
             for entry in entries(self._fleet):
                 actor = actor_state(entry.actor)
                 if not actor.is_dead:
-                    living[entry.name] = (entry, actor.state)
+                    living[entry.member.name] = (entry, actor.state)
                 elif actor.cause and time.time() - actor.ended_at < DEATH_LISTED_S:
-                    deaths[entry.name] = Death(entry.member(), actor.cause)
+                    deaths[entry.member.name] = Death(entry.member, actor.cause)
                 else:
                     forget(self._fleet, entry)
         except Exception as error:  # Ray's client raises many kinds

@@ -30,16 +30,8 @@ PLACEMENT_GROUP_LABEL = "ray.io/placement-group-id"
 class Entry(BaseModel):
     """What the cluster's key-value store holds of an engine. It holds no keys: everybody in the cluster can read it."""
 
-    name: str
-    url: str
     actor: str
-    model: str = ""
-    labels: dict[str, str] = {}
-    host: str = ""
-    gpus: tuple[str, ...] = ()
-
-    def member(self) -> Member:
-        return Member(**self.model_dump(exclude={"actor"}))
+    member: Member
 
 
 @dataclass
@@ -91,27 +83,30 @@ def register(
         raise FleetError("register() enters the actor that it is called in; call it inside of the actor of the engine")
     name = name or context.get_actor_name() or f"engine-{actor[:12]}"
     _check_is_free(fleet, name, actor)
-    started = None if isinstance(service, str) or hasattr(service, "url") else _serve(service)
-    url = service if isinstance(service, str) else (started or service).url  # type: ignore[union-attr]
+    started = None
+    if not isinstance(service, str) and not hasattr(service, "url"):
+        from memsaver_server import attach
+
+        service = started = attach(service, host=get_node_ip_address())
+    url = service if isinstance(service, str) else service.url
     checked([Member(name, url)])
     try:
         its_model, its_gpus = _ask(url, api_key or os.environ.get("MEMSAVER_API_KEY"))
-        entry = Entry(
+        member = Member(
             name=name,
             url=url,
-            actor=actor,
             model=model or its_model,
             labels={**_places(context), **(labels or {})},
             host=get_node_ip_address(),
             gpus=tuple(gpus) or its_gpus,
         )
-        write_key(_key(fleet, name), entry.model_dump_json().encode())
+        write_key(_key(fleet, name), Entry(actor=actor, member=member).model_dump_json().encode())
     except BaseException:
         if started is not None:
             started.close()
         raise
     notify(fleet)
-    return Registration(fleet, entry.member(), started)
+    return Registration(fleet, member, started)
 
 
 def entries(fleet: str) -> list[Entry]:
@@ -122,9 +117,10 @@ def entries(fleet: str) -> list[Entry]:
 
 def forget(fleet: str, entry: Entry) -> None:
     """Remove ``entry``, unless its name belongs to another actor by now."""
-    stored = read_key(_key(fleet, entry.name))
+    key = _key(fleet, entry.member.name)
+    stored = read_key(key)
     if stored is not None and Entry.model_validate_json(stored).actor == entry.actor:
-        delete_key(_key(fleet, entry.name))
+        delete_key(key)
 
 
 def placement_group_labels(group: PlacementGroup) -> dict[str, str]:
@@ -153,12 +149,6 @@ def _check_is_free(fleet: str, name: str, actor: str) -> None:
     other = Entry.model_validate_json(stored).actor if stored is not None else actor
     if other != actor and not actor_state(other).is_dead:
         raise FleetError(f"actor {other} of fleet {fleet!r} is called {name!r} already; give another name")
-
-
-def _serve(engine: Engine) -> Attachment:
-    from memsaver_server import attach
-
-    return attach(engine, host=get_node_ip_address())
 
 
 def _ask(url: str, api_key: str | None) -> tuple[str, tuple[str, ...]]:

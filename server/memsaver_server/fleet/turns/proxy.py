@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
+from contextlib import ExitStack, suppress
 
 import anyio
 import httpx
@@ -49,48 +48,37 @@ class Proxy:
         path = _path(request)
         for _ in range(ATTEMPTS):
             slot = await self._turns.enter(model)
-            leave = partial(self._turns.leave, slot)
-            answer = await self._send(request, path, slot, body, leave)
-            if wrong := _wrong(answer.status_code):
-                await answer.aclose()
-                leave()
-                raise BadGatewayError(f"engine {slot.name} {wrong}")
-            headers = answer_headers(answer.headers, slot.name)
-            if answer.status_code != AdmissionClosedError.status:
-                return Relayed(answer, headers, leave)
-            try:
-                content = await content_of(answer)
-                refuses = _is_refusal(content)
-                if refuses:
-                    slot.state, slot.reason = "closed", "it refuses requests"
-            except (httpx.TransportError, UnreadableError) as error:
-                raise BadGatewayError(
-                    f"engine {slot.name} refuses the request, and its reason cannot be read: {error}"
-                ) from error
-            finally:
-                leave()
-            if not refuses:
-                response = Response(content, answer.status_code)
-                response.raw_headers = headers
-                return response
+            with ExitStack() as turn:
+                turn.callback(self._turns.leave, slot)
+                answer = await self._send(request, path, slot, body)
+                if wrong := _wrong(answer.status_code):
+                    await answer.aclose()
+                    raise BadGatewayError(f"engine {slot.name} {wrong}")
+                headers = answer_headers(answer.headers, slot.name)
+                if answer.status_code != AdmissionClosedError.status:
+                    return Relayed(answer, headers, turn.pop_all().close)
+                try:
+                    content = await content_of(answer)
+                except (httpx.TransportError, UnreadableError) as error:
+                    why = f"refuses the request, and its reason cannot be read: {error}"
+                    raise BadGatewayError(f"engine {slot.name} {why}") from error
+                if not _is_refusal(content):
+                    response = Response(content, answer.status_code)
+                    response.raw_headers = headers
+                    return response
+                slot.state, slot.reason = "closed", "it refuses requests"
             # It was released, but not by the coordinator. Nothing was generated, so the request may be sent again.
             await self._observer.look([slot.name])
         raise NoTurnError(f"{slot.name} says that it is ready, but refuses requests")
 
-    async def _send(
-        self, request: Request, path: bytes, slot: Slot, body: bytes, leave: Callable[[], None]
-    ) -> httpx.Response:
+    async def _send(self, request: Request, path: bytes, slot: Slot, body: bytes) -> httpx.Response:
         upstream = await self._upstreams.to(slot.url, self._observer.keys.get(slot.name))
         try:
             return await upstream.send(request.method, path, request_headers(request.headers.raw), body)
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
             slot.state, slot.reason = "dead", f"it gave no answer: {reason}"
-            leave()
             raise BadGatewayError(f"engine {slot.name} at {slot.url} gave no answer: {reason}") from error
-        except BaseException:
-            leave()
-            raise
 
 
 def _path(request: Request) -> bytes:

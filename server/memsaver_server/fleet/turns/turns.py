@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import field
-from typing import Any, Protocol
+from typing import Any
 
 from memsaver_core.contract.errors import FleetUnknownError, MemsaverError, NotFoundError
-from memsaver_core.contract.requests import Verb
 from memsaver_server import clock
 from memsaver_server.fleet.observer import Observer
 from memsaver_server.fleet.results import FleetError, FleetResult, FleetStatus
@@ -58,10 +57,8 @@ class QueueFullError(NoTurnError, kind="queue_full"):
     """Too many requests wait for the model already."""
 
 
-class Move(Protocol):
-    """Moves the memory of engines."""
-
-    async def __call__(self, verb: Verb, names: Sequence[str], **options: Any) -> FleetResult: ...
+#: Moves the memory of engines: takes the verb, their names, and options of its request.
+Move = Callable[..., Awaitable[FleetResult]]
 
 
 class Line:
@@ -71,7 +68,7 @@ class Line:
         self.looked = False  # its engines were read since the first request came, so that their free memory is known
         self.short_since: float | None = None  # since when no engine fits, on the monotonic clock; None: one does
         self.tried: set[str] = set()  # engines that could not be woken for it
-        self._waiting: deque[tuple[float, asyncio.Future[Slot]]] = deque()
+        self._waiting: dict[asyncio.Future[Slot], float] = {}  # when each came, on the monotonic clock
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -79,16 +76,15 @@ class Line:
     @property
     def since(self) -> float:
         """When the request at its head came, on the monotonic clock."""
-        return self._waiting[0][0]
+        return next(iter(self._waiting.values()))
 
     def join(self) -> asyncio.Future[Slot]:
         """Add a request; its turn is the future's result. A future that is cancelled leaves the line."""
         turn: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
-        entry = clock.monotonic(), turn
         if not self._waiting:
             self.looked, self.short_since, self.tried = False, None, set()
-        self._waiting.append(entry)
-        turn.add_done_callback(lambda _: self._leave(entry))
+        self._waiting[turn] = clock.monotonic()
+        turn.add_done_callback(lambda _: self._waiting.pop(turn, None))
         return turn
 
     def serve(self, slot: Slot) -> None:
@@ -101,15 +97,9 @@ class Line:
         for turn in self._emptied():
             turn.set_exception(error)
 
-    def _emptied(self) -> Iterator[asyncio.Future[Slot]]:
-        while self._waiting:
-            _, turn = self._waiting.popleft()
-            if not turn.done():
-                yield turn
-
-    def _leave(self, entry: tuple[float, asyncio.Future[Slot]]) -> None:
-        if entry in self._waiting:
-            self._waiting.remove(entry)
+    def _emptied(self) -> list[asyncio.Future[Slot]]:
+        waiting, self._waiting = self._waiting, {}
+        return [turn for turn in waiting if not turn.done()]
 
 
 class Turns:
@@ -121,12 +111,12 @@ class Turns:
         observer.seen = self.update
         self._move_memory = move
         self._slots: dict[str, Slot] = {}
-        self._lines: dict[str, Line] = {}
+        self._lines: defaultdict[str, Line] = defaultdict(Line)
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._last_move_s = 1.0
         self._closed = False
-        self.wakes: dict[str, int] = {}  # engines that were woken for a request so far, by model
+        self.wakes: Counter[str] = Counter()  # engines that were woken for a request so far, by model
 
     @property
     def models(self) -> dict[str, list[Slot]]:
@@ -145,7 +135,7 @@ class Turns:
         """Wait for an engine of ``model`` that is ready; ``leave`` gives it back. Raises UnknownModelError if no engine
         serves it, QueueFullError if too many requests wait, NoTurnError if it has no turn now, or within ``wait_s``."""
         slots = self._engines_of(model)
-        options, line = self.options.of(model), self._lines.setdefault(model, Line())
+        options, line = self.options.of(model), self._lines[model]
         if len(line) >= options.queue_limit:
             retry = self._retry_after_s(slots)
             raise QueueFullError(f"{len(line)} requests wait for {model!r} already; repeat in {retry} s", retry)
@@ -178,7 +168,7 @@ class Turns:
         self._schedule()
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -346,7 +336,8 @@ class Turns:
             else:
                 bug = None if isinstance(error, FleetUnknownError) else error
                 logger.error("turns: memory could not be moved: %s", error, exc_info=bug)
-                self._fail(slot, NoTurnError(f"memory could not be moved: {error}"))
+                if slot is not None:
+                    self._lines[slot.model].fail(NoTurnError(f"memory could not be moved: {error}"))
         finally:
             await self._observer.look([each.name for each in slots])
             for each in slots:
@@ -359,13 +350,13 @@ class Turns:
         result = await self._move_memory("resume", [slot.name], **demands)
         if result.success:
             slot.woken()
-            self.wakes[slot.model] = self.wakes.get(slot.model, 0) + 1
+            self.wakes[slot.model] += 1
             return
         error = NoTurnError(f"{slot.name} was not woken: {result.message}")
         if any(engine.kind == "out_of_device_memory" for engine in result.failed):
             slot.extra += 1  # others hold more than they report: one more makes room
         elif not self._others_left(slot):
-            self._fail(slot, error)
+            self._lines[slot.model].fail(error)
             if making_room:
                 undone = await self._move_memory("resume", [each.name for each in making_room])
                 logger.warning("the engines that made room for %s: %s", slot.name, undone.message)
@@ -377,10 +368,6 @@ class Turns:
         tried.add(slot.name)
         asleep = [each for each in self.models.get(slot.model, []) if each.state == "asleep" and not each.moving]
         return any(each.name not in tried and victims(each, list(self._slots.values())) is not None for each in asleep)
-
-    def _fail(self, slot: Slot | None, error: NoTurnError) -> None:
-        if slot is not None and slot.model in self._lines:
-            self._lines[slot.model].fail(error)
 
     # -- about engines -------------------------------------------------------------------------------------------------
 

@@ -19,17 +19,12 @@ IDLE_S = 2.0
 #: An address that is unused for so long may be gone: its connections are closed when a new one is used, seconds.
 UNUSED_S = 60.0
 #: Headers that concern one connection only.
-_HOP = frozenset(
-    (
-        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
-        *("te", "trailer", "transfer-encoding", "upgrade"),
-    )
-)
+_HOP = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"}
+_HOP |= {"te", "trailer", "transfer-encoding", "upgrade"}
 #: Of a request: made anew for the engine, or about the page that sent it, which the coordinator has checked.
-_OWN = frozenset(["authorization", "content-length", "cookie", "expect", "host", "origin", "referer"])
+_OWN = {"authorization", "content-length", "cookie", "expect", "host", "origin", "referer"}
 #: Of an answer: the coordinator's server adds its own.
-_SERVER = frozenset(("date", "server"))
-
+_SERVER = {"date", "server"}
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -81,14 +76,14 @@ class Upstreams:
 
     async def to(self, url: str, api_key: str | None) -> Upstream:
         key, now = (url, api_key), clock.monotonic()
-        if key not in self._known:
+        upstream = self._known.get(key)
+        if upstream is None:
             unused = [each for each, one in self._known.items() if one.is_idle and one.used < now - UNUSED_S]
             closing = [self._known.pop(each).close() for each in unused]
             upstream = self._known[key] = Upstream(url, api_key, self._verify)
             await asyncio.gather(*closing)
-            return upstream
-        self._known[key].used = now
-        return self._known[key]
+        upstream.used = now
+        return upstream
 
     async def close(self) -> None:
         for upstream in self._known.values():
@@ -103,7 +98,7 @@ def request_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     return sent
 
 
-def _without(headers: Iterable[tuple[bytes, bytes]], left_out: frozenset[str]) -> Headers:
+def _without(headers: Iterable[tuple[bytes, bytes]], left_out: set[str]) -> Headers:
     """Return the headers without those ``left_out``, and without those of one connection, which may name more."""
     given = [(name.decode("latin-1").lower(), name, value) for name, value in headers]
     named = b",".join(value for key, _, value in given if key == "connection").decode("latin-1").lower()
