@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
+import memsaver_core as ms
 from memsaver_core import process
 from memsaver_core.manifests import revision_of
 
@@ -23,17 +25,19 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict([*model.named_parameters(), *buffers])
 
 
-def checkpoint_revision(model: str, revision: str | None, cache: str | None) -> str:
-    """As ``revision_of``; ``model`` may also name one of the Hugging Face Hub, downloaded to ``cache`` (None: the usual
-    folder). Return an empty string, with a warning, if its files are not found."""
+def weights_key(model: str, config: Any, cache: str | None, **rest: Any) -> ms.WeightsKey | None:
+    """Return the key of weights. ``config`` is the engine's configuration of ``model``: a folder, or one of the Hugging
+    Face Hub, downloaded to ``cache`` (None: the usual folder). None, with a warning, if its files are not found."""
     path = Path(model)
     if not path.is_dir():
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(model, "config.json", cache_dir=cache, revision=revision)
+        found = try_to_load_from_cache(model, "config.json", cache_dir=cache, revision=config.revision)
         path = Path(found).parent if isinstance(found, str) else path
     try:
-        return revision_of(path)
+        revision = revision_of(path)
     except OSError as error:
         logger.warning("weights are not shared, because their files are not found: %s", error)
-        return ""
+        return None
+    quantization = str(config.quantization or "")
+    return ms.WeightsKey(model, revision, dtype=str(config.dtype), quantization=quantization, **rest)

@@ -62,8 +62,7 @@ class Prefixes:
 class PageLimit(ABC):
     """Has an engine hand out only pages below a limit. A free page at or above it is held: the engine's allocator does
     not have it, it caches no prefix, and the engine counts as that much smaller. A page in use is held once it is free.
-    The first ``kept`` pages have memory. A derived class has the other methods that ``LimitedPages.ask_pages`` names:
-    ``late`` and ``preempt``."""
+    The first ``kept`` pages have memory. Derived classes have ``late`` and ``preempt`` of ``LimitedPages``, too."""
 
     _held: Sized
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from memsaver_core.compat.patching import wrap
-from memsaver_core.compat.vllm import core, tier
+from memsaver_core.compat.vllm import asleep, core, tier
 from memsaver_core.contract.errors import OutOfHostMemoryError, UnsupportedError
 from memsaver_core.ranks.protocol import Failure
 
@@ -34,9 +34,9 @@ class Worker:
             self.fails = ""
             raise OutOfHostMemoryError("no host memory", needed_bytes=7)
 
-    def memsaver_call(self, name: str, **arguments: Any) -> tuple[Failure | None, bool]:
-        failure, _ = core.call_worker(self, name, **arguments)
-        return failure, self.level == 2
+    def memsaver_call(self, name: str, **arguments: Any) -> tuple[Failure | None, Any, bool]:
+        failure, result, _ = asleep.call_worker(self, name, **arguments)
+        return failure, result, self.level == 2
 
 
 class Executor:

@@ -76,9 +76,6 @@ class Core:
         self.running: list[Any] = []
         self.prev_step_scheduled_req_ids: set[str] = set()
 
-    def collective_rpc(self, *_: Any) -> None:
-        raise AssertionError
-
     def get_block_ids(self, name: str) -> tuple[list[int]]:
         return ([block.block_id for block in self.requests[name].blocks],)
 

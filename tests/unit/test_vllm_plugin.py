@@ -624,7 +624,7 @@ class Core:
     def collective_rpc(self, method: str, *args: Any, of_rank_1: tuple[Any, ...] | None = None) -> Any:
         def call(_core: Any, name: str, _timeout: Any, given: tuple[Any, ...], kwargs: Any = None) -> list[Any]:
             first, second = self.ranks
-            others = given if of_rank_1 is None or name == asleep.END else (method, of_rank_1, {})
+            others = given if of_rank_1 is None or given[0] == asleep.END else (asleep.WRITE, method, *of_rank_1)
             return [first.call(name, *given), second.call(name, *others)]
 
         return asleep.write(call, self, method, 1.0, args)

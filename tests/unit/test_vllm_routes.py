@@ -59,7 +59,7 @@ class EngineClient:
 
     async def collective_rpc(self, method: str, timeout: Any = None, args: tuple[Any, ...] = ()) -> Any:
         if method == block_limit.CALL:
-            return block_limit.answer(self.core.collective_rpc, self.core, method, timeout, args)
+            return block_limit.answer(self.core, *args)
         return await asyncio.to_thread(self.executor.call, *args) if method == "memsaver" else []
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:

@@ -59,11 +59,11 @@ class TorchMemorySaver:
         _check_backend(enable_cpu_backup, cpu_backup_backend)
         if enable_cpu_backup and enable_disk_backup:
             raise MisuseError("enable_cpu_backup and enable_disk_backup exclude each other; choose one")
-        impl = self._ensure_initialized()
+        wrapper = self._ensure_initialized()._binary_wrapper
         tag.encode()  # if it is no string, raises what torch_memory_saver raises
         restore = _native.restore_for(tag, enable_cpu_backup, enable_disk_backup)
-        config = impl.region_config(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
-        with ms.region(tag, restore=restore, chunk_bytes=piece_bytes(tag)), config:
+        with ms.region(tag, restore=restore, chunk_bytes=piece_bytes(tag)), wrapper.cdll.own_region():
+            wrapper.set_config(tag, True, enable_cpu_backup, cpu_backup_backend, enable_disk_backup)
             yield
 
     @contextmanager
@@ -81,22 +81,21 @@ class TorchMemorySaver:
         content is always kept, even without ``enable_cpu_backup``, as some is written only at capture. Graphs with the
         same ``pool`` and tag share memory."""
         _check_backend(enable_cpu_backup, cpu_backup_backend)
-        impl = self._ensure_initialized()
+        wrapper = self._ensure_initialized()._binary_wrapper
         capture: AbstractContextManager[Any]
         options: dict[str, Any] = {"stream": stream, "capture_error_mode": capture_error_mode}
         if process.enabled():
             capture = ms.graph(cuda_graph, tag=tag, restore="host", pool=graph_pool(pool, tag), **options)
         else:
             capture = torch.cuda.graph(cuda_graph, pool=pool, **options)
-        with capture, impl.region_config(tag, enable_cpu_backup, False, cpu_backup_backend):
+        with capture, wrapper.cdll.own_region():
+            wrapper.set_config(tag, True, enable_cpu_backup, cpu_backup_backend)
             yield
 
-    @contextmanager
-    def disable(self) -> Iterator[None]:
+    def disable(self) -> AbstractContextManager[None]:
         """Leave the region, or raise ConfigurationError if the thread is in none: what is allocated inside the block is
         ordinary memory, given back at the end of it."""
-        with self._ensure_initialized()._binary_wrapper.cdll.region_left():
-            yield
+        return self._ensure_initialized()._binary_wrapper.cdll.region_left()
 
     def pause(self, tag: str | None = None) -> None:
         """Give the memory of a tag, or all, back to the driver. A tag that is paused already or unknown is ignored.
@@ -201,14 +200,6 @@ class _TorchMemorySaverImpl:
         self._binary_wrapper = BinaryWrapper(state.this_process.attach_library())
         self._mem_pools = MemPools()
         state.this_process.initialize()
-
-    @contextmanager
-    def region_config(
-        self, tag: str, cpu_backup: bool, disk_backup: bool, backend: CpuBackupBackend | None
-    ) -> Iterator[None]:
-        with self._binary_wrapper.cdll.own_region():
-            self._binary_wrapper.set_config(tag, True, cpu_backup, backend, disk_backup)
-            yield
 
 
 class MemPools:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +16,6 @@ from memsaver_core import process
 from memsaver_core.contract.errors import ConfigurationError
 from memsaver_core.contract.policies import RestorePolicy, policy_for
 from memsaver_core.resizing import KV_CACHE, piece_bytes
-
-logger = logging.getLogger("memsaver")
 
 SWITCH = "MEMSAVER_VLLM"
 BACKEND = "memsaver"
@@ -60,13 +57,6 @@ class WorkerConfig:
 
     enabled: bool = False
     tags_cache_alone: bool = False
-
-    def decide(self, vllm_config: Any) -> None:
-        """Set ``enabled`` for the worker that is being made in this process."""
-        model_config = getattr(vllm_config, "model_config", None)
-        self.enabled = is_wanted(model_config) and ms.enabled()
-        if not self.enabled and switch() and not getattr(model_config, "enable_sleep_mode", False):
-            logger.warning("%s=1 has no effect without sleep mode; start the engine with --enable-sleep-mode", SWITCH)
 
 
 #: Of this process: vLLM has one worker in each.

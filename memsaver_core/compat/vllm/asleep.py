@@ -16,8 +16,8 @@ from memsaver_core.lending import Lending
 from memsaver_core.ranks.protocol import Failure
 from memsaver_core.release_resume import status
 
-#: Methods of ``Worker``: run one that writes weights, and end what it began.
-WRITE, END = "memsaver_write", "memsaver_end_write"
+#: Methods of ``Worker``: call another one and return its error; run one that writes weights, and end what it began.
+CALL, WRITE, END = "memsaver_call", "memsaver_write", "memsaver_end_write"
 
 LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 
@@ -79,29 +79,36 @@ class ModelLending(Lending):
         }
 
 
-def write_worker(worker: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Failure | None, Any]:
-    """``Worker.memsaver_write``: run a method that writes weights; return its error, if any, and its result."""
-    worker._memsaver_lending = None
+def call_worker(worker: Any, name: str, /, *args: Any, **kwargs: Any) -> tuple[Failure | None, Any, bool]:
+    """``Worker.memsaver_call``: return the error of a method, if any, its result, and whether weights are released."""
+    failure = result = None
     try:
-        if weights_are_released():
-            worker._memsaver_lending = ModelLending(worker)
-        result = getattr(worker, method)(*args, **kwargs)
-        if worker._memsaver_lending is not None:
-            worker._memsaver_lending.keep()
+        result = getattr(worker, name)(*args, **kwargs)
     except Exception as error:
-        return Failure.of(error), None
-    return None, result
+        failure = Failure.of(error)
+    return failure, result, weights_are_released()
 
 
-def end_worker(worker: Any, commit: bool) -> Failure | None:
+def write_worker(worker: Any, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    """``Worker.memsaver_write``: run a method that writes weights."""
+    worker._memsaver_lending = None
+    if weights_are_released():
+        worker._memsaver_lending = ModelLending(worker)
+    result = getattr(worker, method)(*args, **kwargs)
+    if worker._memsaver_lending is not None:
+        worker._memsaver_lending.keep()
+    return result
+
+
+def end_worker(worker: Any, commit: bool) -> None:
     """``Worker.memsaver_end_write``: have the next wake-up bring in what was written, if all workers have written."""
     lending, worker._memsaver_lending = worker._memsaver_lending, None
-    try:
-        if lending is not None:
-            lending.end(commit)
-    except Exception as error:
-        return Failure.of(error)
-    return None
+    if lending is not None:
+        lending.end(commit)
+
+
+#: What is added to ``Worker``.
+METHODS = {CALL: call_worker, WRITE: write_worker, END: end_worker}
 
 
 def write(call: Function, core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,11 +117,11 @@ def write(call: Function, core: Any, method: Any, timeout: Any = None, args: Any
     asleep = WEIGHTS in getattr(core.model_executor, "sleeping_tags", ())
     if not (asleep and isinstance(method, str) and writes_weights(method)):
         return call(core, method, timeout, args, kwargs)
-    answers = call(core, WRITE, None, (method, tuple(args), dict(kwargs or {})))
-    failures = [failure for failure, _ in answers if failure is not None]
-    ends = call(core, END, None, (not failures,))
+    answers = call(core, CALL, None, (WRITE, method, *args), kwargs)
+    failures = [failure for failure, *_ in answers if failure is not None]
+    ends = call(core, CALL, None, (END, not failures))
     if failures:
         raise failures[0].to_error()
-    if apart := [failure for failure in ends if failure is not None]:
+    if apart := [failure for failure, *_ in ends if failure is not None]:
         raise MemsaverError(f"workers may have different weights, so load them again: {apart[0].message}")
-    return [result for _, result in answers]
+    return [result for _, result, _ in answers]

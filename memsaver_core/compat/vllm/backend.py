@@ -57,7 +57,3 @@ class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM is not in
     def preserves_graphs_with_communicators(cls) -> bool:
         """Return whether NCCL registers no buffers of captured graphs, our default; else their replay would hang."""
         return os.environ.get("NCCL_GRAPH_REGISTER", "0") == "0"
-
-    @classmethod
-    def supports_durable_storage(cls) -> bool:
-        return False

@@ -18,14 +18,9 @@ from memsaver_core.compat.patching import Function, wrap
 CALL = "memsaver_kv_cache"
 
 _OF_POOL = (
-    "blocks",
-    "free_block_queue",
-    "free_blocks",
-    "get_cached_block",
-    "evict_blocks",
-    "num_gpu_blocks",
+    "blocks", "free_block_queue", "free_blocks", "get_cached_block", "evict_blocks", "num_gpu_blocks",
     "reset_prefix_cache",
-)
+)  # fmt: skip
 
 
 class BlockLimit(PageLimit):
@@ -122,15 +117,10 @@ def obstacle(core: Any) -> str:
     return ""
 
 
-def answer(
-    collective_rpc: Function, core: Any, method: Any, timeout: Any = None, args: Any = (), *more: Any, **others: Any
-) -> Any:
-    """``EngineCore.collective_rpc``, which answers ``CALL`` itself."""
-    if method != CALL:
-        return collective_rpc(core, method, timeout, args, *more, **others)
+def answer(core: Any, name: str, *arguments: Any) -> dict[str, Any]:
+    """Answer ``CALL``."""
     if reason := obstacle(core):
         return {"obstacle": reason}
     if not hasattr(core, "_memsaver_blocks"):
         core._memsaver_blocks = BlockLimit(core)
-    name, *arguments = args
     return {"result": getattr(core._memsaver_blocks, name)(*arguments)}

@@ -20,12 +20,9 @@ _BACKED = "_memsaver_backed_blocks"
 @torch.inference_mode()
 def resize(runner: Any, blocks: int) -> None:
     """Back only the first ``blocks`` blocks of the model runner's KV cache with memory. No other is in use. Do nothing
-    if it has this size, so that a resize that was refused can be undone.
-
-    Raises:
-        UnsupportedError: other memory of this worker is released, or where a block is in the cache cannot be seen.
-        OutOfDeviceMemoryError, MemsaverError: as ``memsaver_core.resize``. After each of these the cache is as before.
-    """
+    if it has this size, so that a resize that was refused can be undone. Raises as ``memsaver_core.resize``, and
+    UnsupportedError if other memory of this worker is released, or where a block is in the cache cannot be seen. After
+    each of these the cache is as before."""
     total = runner.kv_cache_config.num_blocks
     if blocks == getattr(runner, _BACKED, total):
         return

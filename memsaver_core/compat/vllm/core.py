@@ -8,52 +8,32 @@ workers' answers at the first error, so that the next call would read the others
 from __future__ import annotations
 
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from memsaver_core.compat.patching import Function
 from memsaver_core.compat.vllm import asleep, block_limit, tier
 from memsaver_core.compat.vllm.allocator import is_wanted
-from memsaver_core.compat.vllm.asleep import weights_are_released
 from memsaver_core.contract.errors import MemsaverError, UnsupportedError
-from memsaver_core.ranks.protocol import Failure
-
-#: The method of ``Worker`` that calls another one and returns its error.
-CALL = "memsaver_call"
 
 
 class WeightsGoneError(MemsaverError):
     """A sleep at level 2 failed on one worker when others had given their weights up. All are awake again."""
 
 
-def call_worker(worker: Any, name: str, **arguments: Any) -> tuple[Failure | None, bool]:
-    """Call a worker's ``sleep`` or ``wake_up``. Returns its error, if any, and whether weights are released now."""
-    failure = None
-    try:
-        getattr(worker, name)(**arguments)
-    except Exception as error:
-        failure = Failure.of(error)
-    return failure, weights_are_released()
-
-
 def on_all_workers(call: Function, executor: Any, *args: Any, **kwargs: Any) -> None:
     """``Executor.sleep`` and ``wake_up``: raise the first worker's error once every worker has answered, before the
-    executor counts as asleep or awake. A sleep that fails wakes all workers.
-
-    Raises:
-        WeightsGoneError: the weights must be loaded again.
-        MemsaverError: what a worker raised. After a sleep all are awake; a wake-up can be repeated.
-    """
+    executor counts as asleep or awake. A sleep that fails wakes all workers; a wake-up that fails can be repeated.
+    Raises WeightsGoneError if the weights must be loaded again, else MemsaverError."""
     rpc = executor.collective_rpc
 
     def checked(name: str, **request: Any) -> None:
-        answers = rpc(CALL, args=(name,), **request)
-        failures = [failure for failure, _ in answers if failure is not None]
+        answers = rpc(asleep.CALL, args=(name,), **request)
+        failures = [failure for failure, *_ in answers if failure is not None]
         if not failures:
             return
         if name == "sleep":
-            gone = request["kwargs"]["level"] == 2 and any(released for _, released in answers)
-            rpc(CALL, args=("wake_up",))
+            gone = request["kwargs"]["level"] == 2 and any(released for *_, released in answers)
+            rpc(asleep.CALL, args=("wake_up",))
             if gone:
                 again = "; other workers have given up their weights: load them again, then call wake_up"
                 raise WeightsGoneError(failures[0].message + again)
@@ -70,13 +50,9 @@ def on_all_workers(call: Function, executor: Any, *args: Any, **kwargs: Any) -> 
 
 
 def sleep_or_serve(sleep: Function, core: Any, level: int = 1, mode: str = "abort") -> Future[Any] | None:
-    """``EngineCore.sleep``: if it fails, the scheduler goes on, unless it was paused before.
-
-    It stays paused, until a wake-up, if weights are gone; and in data-parallel engines, which can only go on together.
-
-    Raises:
-        UnsupportedError: the level is none of vLLM's, or the KV connector cannot follow. Nothing was paused.
-    """
+    """``EngineCore.sleep``: if it fails, the scheduler goes on, unless it was paused before. It stays paused, until a
+    wake-up, if weights are gone; and in data-parallel engines, which can only go on together. Raises UnsupportedError
+    if the level is none of vLLM's, or the KV connector cannot follow: nothing was paused."""
     if not is_wanted(core.vllm_config.model_config):
         return sleep(core, level, mode)  # type: ignore[no-any-return]
     if level > 2:
@@ -105,12 +81,16 @@ def sleep_or_serve(sleep: Function, core: Any, level: int = 1, mode: str = "abor
     return asleep
 
 
-def collective_rpc(call: Function, core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+def collective_rpc(
+    call: Function, core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+) -> Any:
     """``EngineCore.collective_rpc``."""
     if not is_wanted(core.vllm_config.model_config):
-        return call(core, method, *args, **kwargs)
+        return call(core, method, timeout, args, kwargs)
+    if method == block_limit.CALL:
+        return block_limit.answer(core, *args)
     with tier.forgotten_after(core, method):
-        return block_limit.answer(partial(asleep.write, call), core, method, *args, **kwargs)
+        return asleep.write(call, core, method, timeout, args, kwargs)
 
 
 #: By module.

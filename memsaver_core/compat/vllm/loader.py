@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import memsaver_core as ms
-from memsaver_core.compat.loading import LOAD_FORMAT, checkpoint_revision, tensors_of
+from memsaver_core.compat.loading import LOAD_FORMAT, tensors_of, weights_key
 from memsaver_core.compat.vllm.allocator import worker_config
 
 logger = logging.getLogger("memsaver")
@@ -54,22 +54,19 @@ def register(module: ModuleType) -> None:
 def _key(vllm_config: Any, model_config: Any) -> ms.WeightsKey | None:
     """Return what the weights of this worker are: replicas of an engine have the same, unless experts are divided among
     them. None, with a warning, if they cannot be shared."""
-    cache = vllm_config.load_config.download_dir
-    if not (revision := checkpoint_revision(model_config.model, model_config.revision, cache)):
-        return None
-    if not worker_config.enabled:
-        logger.warning("weights are not shared, because vLLM's sleep mode is not memsaver's")
-        return None
     parallel = vllm_config.parallel_config
     divided = parallel.enable_expert_parallel
     sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size * divided)
     version = getattr(sys.modules["vllm"], "__version__", "")
-    return ms.WeightsKey(
+    key = weights_key(
         model_config.model,
-        revision,
-        dtype=str(model_config.dtype),
-        quantization=str(model_config.quantization or ""),
+        model_config,
+        vllm_config.load_config.download_dir,
         rank=parallel.rank + parallel.world_size * parallel.data_parallel_rank * divided,
         ranks=parallel.world_size * (parallel.data_parallel_size if divided else 1),
         program=f"vllm {version}, tensors, layers, experts in {sizes}",
     )
+    if key is not None and not worker_config.enabled:
+        logger.warning("weights are not shared, because vLLM's sleep mode is not memsaver's")
+        return None
+    return key

@@ -91,15 +91,19 @@ def _under(tag: str | Callable[..., str | None]) -> Function:
 
 def _decide_and_answer(module: ModuleType) -> None:
     def decide(init: Function, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        worker_config.decide(vllm_config)
+        model_config = getattr(vllm_config, "model_config", None)
+        worker_config.enabled = allocator.is_wanted(model_config) and ms.enabled()
         if worker_config.enabled:
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # NCCL is not in use yet
+        elif allocator.switch() and not getattr(model_config, "enable_sleep_mode", False):
+            logger.warning(
+                "MEMSAVER_VLLM=1 has no effect without sleep mode; start the engine with --enable-sleep-mode"
+            )
         init(self, vllm_config, *args, **kwargs)
 
     wrap(module.Worker, "__init__", decide)
     module.Worker.memsaver = _answer
-    own = {core.CALL: core.call_worker, asleep.WRITE: asleep.write_worker, asleep.END: asleep.end_worker}
-    for name, method in own.items():
+    for name, method in asleep.METHODS.items():
         setattr(module.Worker, name, method)
 
 
@@ -231,14 +235,12 @@ class _WorkerRank(Rank):
             case protocol.Move("release"):
                 # Another rank could not resume, so this one releases again: its next resume needs the notes again.
                 vars(self.worker).update(used)
-            case protocol.ExpectRelease(options):
+            case protocol.ExpectRelease(options) | protocol.SleepNow(options):
                 self._outcome = None
                 vllm_allocator().override = partial(self._release_asleep, options)
-                return None
+                return self._sleep(request.level) if isinstance(request, protocol.SleepNow) else None
             case protocol.TakeOutcome():
                 return self._take_outcome()
-            case protocol.SleepNow(options, level):
-                return self._sleep(options, level)
             case protocol.Resize(pages):
                 cache_memory.resize(self.worker.model_runner, pages)
                 return OperationReport(operation="resume")
@@ -260,8 +262,7 @@ class _WorkerRank(Rank):
         outcome, self._outcome = self._outcome, None
         return outcome
 
-    def _sleep(self, options: MemoryRequest, level: int) -> Result:
-        vllm_allocator().override = partial(self._release_asleep, options)
+    def _sleep(self, level: int) -> Result:
         self._sleeping = True
         try:
             self.worker.sleep(level)
@@ -327,13 +328,8 @@ def _sampling_tag(logits: Any, *_: Any, **__: Any) -> str | None:
     if (cache := getattr(sys.modules[SAMPLING], "_TRITON_BUFFER_CACHE", None)) is None:
         return None
     held = cache.get((logits.device, logits.dtype, logits.shape[-1]))
-    needed = min(logits.shape[0], _multiprocessors(logits.device.index))
+    needed = min(logits.shape[0], torch.cuda.get_device_properties(logits.device).multi_processor_count)
     return None if held is not None and held.shape[0] >= needed else allocator.WORKSPACE
-
-
-@functools.lru_cache
-def _multiprocessors(device: int | None) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _flashinfer_tag(builder: Any = None, *_: Any, **__: Any) -> str | None:

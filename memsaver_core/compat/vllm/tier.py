@@ -27,8 +27,7 @@ FOLLOWING = ("OffloadingConnector", "LMCacheConnectorV1")
 #: The attribute of an engine core whose sleep keeps the tier.
 _KEEPS = "_memsaver_keeps_tier"
 
-#: Methods of workers that write weights: all with "weight" in their name, except those that prepare, ask or only set a
-#: version.
+#: Methods of workers that write weights: those with "weight" in their name that do not prepare, ask or set a version.
 _WRITES = re.compile(r"(?!init|start|begin|get|check|reset|destroy)(?!.*version).*weight", re.IGNORECASE)
 
 

@@ -18,18 +18,9 @@ from memsaver_server.wrong_fields import wrong_fields
 
 #: Sampling parameters that this engine does not support, with their values that have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "min_p": (0,),
-    "min_new_tokens": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "stop": ("", []),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "logit_bias": ({},),
-}
+    "n": (1,), "min_p": (0,), "min_new_tokens": (0,), "frequency_penalty": (0,), "presence_penalty": (0,),
+    "repetition_penalty": (1,), "stop": ("", []), "json_schema": (), "regex": (), "ebnf": (), "logit_bias": ({},),
+}  # fmt: skip
 
 _Natural = Annotated[int, Field(strict=True, ge=0)]
 

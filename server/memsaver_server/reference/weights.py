@@ -163,8 +163,7 @@ def load_part(
         # Not Module.to_empty, which would allocate tied weights twice.
         model._apply(cache(lambda tensor: torch.empty_like(tensor, device=device)))
         model.tie_weights()
-        # Computes what no checkpoint has (rotary frequencies and the like). The random weights that it makes are
-        # replaced.
+        # Computes what no checkpoint has (rotary frequencies and the like); its random weights are replaced.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             model.initialize_weights()
 

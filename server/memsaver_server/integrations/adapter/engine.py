@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import importlib
+import itertools
 import logging
 import os
 import pickle
@@ -84,24 +85,31 @@ class StillRunningError(MemsaverError):
 
 
 @dataclass(frozen=True)
-class SchedulerGroup:
-    """The processes of an engine. ``ranks`` are their numbers in torch's default process group; the first receives the
-    engine's requests. ``rank_in_group`` is this process's place among them; ``cpu_group`` is torch's group of all."""
+class Topology:
+    """The processes of an engine. ``group`` are those of this process's replica: their numbers in torch's default
+    process group, in which ``cpu_group`` is that of all; the first receives the engine's requests, and this process is
+    number ``place``. Several ``replicas``, on one host, are one engine; this is number ``replica``, and the first one
+    awaits the ranks of all in ``folder``. ``host`` is that of the first rank, for ranks on others; else empty.
+    ``several_receive``: ranks besides the first receive requests of clients."""
 
-    world_size: int
-    ranks: Sequence[int]
-    rank_in_group: int
+    size: int
+    group: Sequence[int]
+    place: int
     cpu_group: Any
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """The replicas that are one engine, on one host: the ``number`` of this process's replica, and the ``folder`` in
-    which the first one awaits the ranks of all."""
-
-    number: int = 0
-    count: int = 1
+    replica: int = 0
+    replicas: int = 1
     folder: str = ""
+    host: str = ""
+    several_receive: bool = False
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks of all replicas."""
+        return self.replica * self.size + self.place
+
+    @property
+    def ranks(self) -> int:
+        return self.replicas * self.size
 
 
 @dataclass(frozen=True)
@@ -132,31 +140,7 @@ class Scheduler(ABC):
 
     @property
     @abstractmethod
-    def group(self) -> SchedulerGroup:
-        """All ranks of this replica."""
-
-    @property
-    def replicas(self) -> Replicas:
-        return Replicas()
-
-    @property
-    def host(self) -> str:
-        """The host of the first rank, for ranks on others; empty if all are on this one."""
-        return ""
-
-    @property
-    def rank(self) -> int:
-        """This process's number among the ranks of all replicas."""
-        return self.replicas.number * self.group.world_size + self.group.rank_in_group
-
-    @property
-    def ranks(self) -> int:
-        return self.replicas.count * self.group.world_size
-
-    @property
-    def several_receive(self) -> bool:
-        """Whether ranks besides the first receive requests of clients."""
-        return self.replicas.count > 1
+    def topology(self) -> Topology: ...
 
     def admit(self, received: Sequence[Any]) -> Sequence[Any]:
         """Return those of the ``received`` requests that a rank other than the first broadcasts."""
@@ -324,8 +308,8 @@ class LeadingLoop(EventLoop):
         self._thread: threading.Thread | None = None
         self._pending: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._outgoing: deque[Any] = deque()
-        self._last = 0
-        self._numbering = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._sending = threading.RLock()
         self._rests: dict[int, threading.Event] = {}
         self.failure: Callable[[], str] = str
         self.relay: Callable[[Any], None] = lambda item: None
@@ -346,7 +330,7 @@ class LeadingLoop(EventLoop):
 
     def send(self, request: Any) -> None:
         """Have every rank process ``request``, which is one of the engine's own."""
-        with self._numbering:
+        with self._sending:
             self._outgoing.append(request)
             self.relay(request)
         self._idle.wake()
@@ -364,16 +348,12 @@ class LeadingLoop(EventLoop):
         begins its next iteration only after that is set. Raises LateError after ``COMMAND_S``, or MemsaverError if the
         event loop ended first, or the ranks have failed."""
         done: Future[None] = Future()
-        with self._numbering:
-            self._last += 1
-            number = self._last
+        with self._sending:
+            number = next(self._numbers)
             self._results[number] = done
             if over is not None:
                 self._rests[number] = over
-            command = Command(number, name, arguments, rests=over is not None)
-            self._outgoing.append(command)
-            self.relay(command)
-        self._idle.wake()
+            self.send(Command(number, name, arguments, rests=over is not None))
         if not self.is_done(done, COMMAND_S):
             raise LateError(f"the scheduler of rank 0 did not come to its next iteration in {COMMAND_S:g} s")
         return number
@@ -505,12 +485,12 @@ class LoopEngine(LeadingLoop, Engine):
     def __init__(self, scheduler: Any) -> None:
         """Take over what ``scheduler`` receives. It must have passed ``check``, and its event loop must not run yet."""
         super().__init__(scheduler)
-        several = gather(scheduler, self) if scheduler.ranks > 1 else None
+        several = gather(scheduler, self) if scheduler.topology.ranks > 1 else None
         self.memory: Memory = several or LOCAL_MEMORY
         #: Has every rank carry out a command; raises what it raised on any of them.
         self.run_on_all: Callable[..., object] = (several or self).run
         #: Returns the requests in flight on all ranks.
-        self.in_flight = several.in_flight if several and scheduler.several_receive else scheduler.in_flight
+        self.in_flight = several.in_flight if several and scheduler.topology.several_receive else scheduler.in_flight
         self._waiting: list[tuple[Future[None], Callable[[], None]]] = []  # used in the scheduler's thread alone
         self._flush_at_repair = False
         self.unwritten_weights: tuple[str, ...] = ()
@@ -550,7 +530,7 @@ class LoopEngine(LeadingLoop, Engine):
         several ranks receive requests, ``then`` is called here, once no request is in flight on any of them."""
         deadline = time.monotonic() + timeout_s
         done: Future[None] = Future()
-        several = self.scheduler.several_receive
+        several = self.scheduler.topology.several_receive
         still = (done, (lambda: None) if several else then)
 
         def start() -> None:
@@ -574,20 +554,14 @@ class LoopEngine(LeadingLoop, Engine):
             if not done.done():
                 raise DrainTimeoutError(timeout_s, self.in_flight())
         if several:
-            if running := self._wait_for_all(deadline, given_up):
+            for wait_s in waits(deadline, given_up, time.monotonic):
+                self.is_done(Future(), wait_s)
+                if not (running := self.in_flight()):  # a rank whose admission is closed gets no new ones
+                    break
+            else:
                 self.is_done(self.submit(undo), ITERATION_S)
                 raise DrainTimeoutError(timeout_s, running)
             then()
-
-    def _wait_for_all(self, deadline: float, given_up: Callable[[], bool]) -> list[str]:
-        """Return the requests in flight on all ranks once there are none, or at the deadline. A rank whose admission is
-        closed gets no new ones."""
-        running: list[str] = []
-        for wait_s in waits(deadline, given_up, time.monotonic):
-            self.is_done(Future(), wait_s)
-            if not (running := self.in_flight()):
-                break
-        return running
 
     # In the scheduler's thread.
 
@@ -611,8 +585,16 @@ class LoopEngine(LeadingLoop, Engine):
         return False
 
     def _in_thread(self, work: Callable[[Any], None], request: Any) -> bool:
+        """Have ``work`` carry out ``request`` and answer it; if it raises, answer with the error."""
+
+        def run() -> None:
+            try:
+                work(request)
+            except Exception as error:
+                self._answer(request, error)
+
         try:
-            start_thread(f"memsaver-{self.name}", partial(work, request))
+            start_thread(f"memsaver-{self.name}", run)
         except NoThreadError as error:
             self._answer(request, error)
         return True
@@ -640,14 +622,11 @@ class LoopEngine(LeadingLoop, Engine):
         """Have the engine write weights while no release or resume runs, and note whether it did. Nothing marks the
         last request of an update, so each counts as a whole one. Clients resume the KV cache only after the last."""
         answered: Future[Any] = Future()
-        try:
-            with suppress(_NotWrittenError), self._lifecycle.writing():
-                self._write(request, answered)
-                self.is_done(answered)
-                if not answered.result().success:
-                    raise _NotWrittenError
-        except Exception as error:
-            self._answer(request, error)
+        with suppress(_NotWrittenError), self._lifecycle.writing():
+            self._write(request, answered)
+            self.is_done(answered)
+            if not answered.result().success:
+                raise _NotWrittenError
 
     def _write(self, request: Any, answered: Future[Any]) -> None:
         """Have the engine carry out an update of weights, and set ``answered`` to its answer."""
@@ -775,19 +754,20 @@ class SchedulerMemory(RankMemory):
 def gather(scheduler: Scheduler, loop: LeadingLoop) -> SchedulerMemory:
     """On the first rank, return the memory of all; raise MemsaverError if one does not ``join`` in ``CONNECT_S``. The
     first rank of each further replica has a second connection, with a number after those of all ranks."""
-    ranks, replicas = scheduler.ranks, scheduler.replicas
+    topology = scheduler.topology
+    ranks = topology.ranks
     try:
-        if scheduler.host:
-            listener: Listener = RemoteListener(ranks, scheduler.host, key())
+        if topology.host:
+            listener: Listener = RemoteListener(ranks, topology.host, key())
         else:
-            listener = Listener(ranks + replicas.count - 1, first=0, folder=replicas.folder)
+            listener = Listener(ranks + topology.replicas - 1, first=0, folder=topology.folder)
     except Exception:
-        _shared(scheduler.group, "")  # the others wait for it
+        _shared(topology, "")  # the others wait for it
         raise
-    _shared(scheduler.group, listener.path)
+    _shared(topology, listener.path)
     _answer(scheduler, loop, listener.path)
     connections: Sequence[Any] = listener.accept(CONNECT_S)
-    if replicas.count > 1:
+    if topology.replicas > 1:
         others = SocketChannel(None, connections[ranks:])
 
         def relay(item: Any) -> None:
@@ -806,23 +786,23 @@ def key() -> bytes:
 
 def join(scheduler: Scheduler) -> None:
     """Have ``scheduler`` do what the first rank, in another process, sends, until that closes the connection."""
-    replicas = scheduler.replicas
-    if not (path := _shared(scheduler.group, path_in(replicas.folder))):
+    topology = scheduler.topology
+    if not (path := _shared(topology, path_in(topology.folder))):
         raise ConfigurationError("the engine's first rank cannot be reached; its log says why")
-    if not (replicas.number and scheduler.group.rank_in_group == 0):
+    if not (topology.replica and topology.place == 0):
         _answer(scheduler, EventLoop(scheduler), path)
         return
     loop = ReplicaLoop(scheduler)
     _answer(scheduler, loop, path)
-    relayed = partial(serve, path, scheduler.ranks + replicas.number - 1, loop.receive, CONNECT_S)
+    relayed = partial(serve, path, topology.ranks + topology.replica - 1, loop.receive, CONNECT_S)
     threading.Thread(target=relayed, name="memsaver-replica", daemon=True).start()
 
 
-def _shared(group: SchedulerGroup, path: str) -> str:
+def _shared(topology: Topology, path: str) -> str:
     """Return the first rank's ``path`` on every rank of a replica, each of which must call this."""
     paths = [path]
-    if group.world_size > 1:
-        torch.distributed.broadcast_object_list(paths, src=group.ranks[0], group=group.cpu_group)
+    if topology.size > 1:
+        torch.distributed.broadcast_object_list(paths, src=topology.group[0], group=topology.cpu_group)
     return paths[0]
 
 
@@ -834,7 +814,7 @@ def _answer(scheduler: Scheduler, loop: EventLoop, path: str) -> None:
     def run() -> None:
         if device is not None:
             torch.cuda.set_device(device)
-        serve(path, scheduler.rank, rank.answer, CONNECT_S, key())
+        serve(path, scheduler.topology.rank, rank.answer, CONNECT_S, key())
 
     threading.Thread(target=run, name="memsaver-rank", daemon=True).start()
     ms.prepare_backup()

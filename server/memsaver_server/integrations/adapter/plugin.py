@@ -24,14 +24,10 @@ logger = logging.getLogger("memsaver")
 
 
 class Plugin:
-    """Serves the schedulers of one kind of engine.
-
-    Args:
-        variable: the environment variable that turns memsaver on in the engine, whichever ``torch_memory_saver`` is
-            installed, and says where to serve: ``HOST:PORT``, or the path of a Unix socket; ``1`` for no service.
-        adapter: the engine's module that imports ``torch_memory_saver``.
-        engine: the engine's class, as ``module:name``; imported once it is needed: each process imports plugins.
-    """
+    """Serves the schedulers of one kind of engine. The environment's ``variable`` turns memsaver on, whichever
+    ``torch_memory_saver`` is installed, and says where to serve: ``HOST:PORT``, or the path of a Unix socket; ``1`` for
+    no service. ``adapter`` is the engine's module that imports ``torch_memory_saver``, ``engine`` our class,
+    ``module:name``, which is imported once it is needed: each process imports plugins."""
 
     def __init__(self, variable: str, engine: str, adapter: str) -> None:
         self._variable = variable
@@ -97,7 +93,7 @@ class Plugin:
         engine: type[LoopEngine] = resolve_name(self._engine)
         ours = engine.scheduler_class(scheduler)
         ours.check()
-        rank = ours.rank
+        rank = ours.topology.rank
         if rank and attached:
             raise ConfigurationError(f"attach() is for the first rank, and this is rank {rank}: call follow() instead")
         return join(ours) if rank else engine(ours)

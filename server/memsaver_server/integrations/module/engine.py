@@ -236,17 +236,13 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[ModuleTensor]:
     found: list[ModuleTensor] = []
     for root in modules:
         for prefix, module in root.named_modules():
-            dot = f"{prefix}." if prefix else ""
-            unsaved = module._non_persistent_buffers_set
-            for name, parameter in module.named_parameters(dot[:-1], recurse=False, remove_duplicate=False):
-                found.append(ModuleTensor(name, parameter, "parameter"))
-            for name, buffer in module.named_buffers(dot[:-1], recurse=False, remove_duplicate=False):
-                kind: Kind = "buffer" if name[len(dot) :] in unsaved else "persistent buffer"
-                found.append(ModuleTensor(name, buffer, kind))
-            for name, value in list(vars(module).items()):
-                if name not in _TABLES:
-                    held = _tensors_in(value, dot + name, set())
-                    found.extend(ModuleTensor(where, tensor, "attribute") for where, tensor in held)
+            kinds: dict[str, Kind] = dict.fromkeys(module._parameters, "parameter")
+            kinds |= dict.fromkeys(module._buffers, "persistent buffer")
+            kinds |= dict.fromkeys(module._non_persistent_buffers_set, "buffer")
+            attributes = {name: value for name, value in vars(module).items() if name not in _TABLES}
+            for name, value in {**module._parameters, **module._buffers, **attributes}.items():
+                held = _tensors_in(value, f"{prefix}.{name}" if prefix else name, set())
+                found += (ModuleTensor(where, tensor, kinds.get(name, "attribute")) for where, tensor in held)
     return found
 
 

@@ -32,8 +32,7 @@ _SLEEP = joined(vllm.Sleep, FleetRelease)
 
 
 class ModelRequest(BaseModel):
-    """The body of the calls, as Ray Serve LLM defines it. ``options`` are fields of vLLM's sleep or wake-up, e.g.
-    ``{"level": 2}``."""
+    """The calls' body, as Ray Serve LLM defines it. ``options``: of vLLM's sleep or wake-up, e.g. ``{"level": 2}``."""
 
     model: str
     options: dict[str, Any] = {}

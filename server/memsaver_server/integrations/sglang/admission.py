@@ -13,34 +13,23 @@ HELD_BEFORE_WARM_UP = 1024
 
 class RankAdmission:
     """Admits, holds or refuses requests: a refused one is aborted with status 503, which SGLang's server returns to the
-    client. Used in the scheduler's thread alone, except for ``close`` and ``open``."""
+    client. Used in the scheduler's thread alone, except for ``closed``: the reason, and up to how many new requests
+    wait while others are refused; None to admit requests, those that are held first."""
 
     def __init__(self, own: Any, messages: ModuleType) -> None:
         self._own = own
         self._messages = messages
         self._batches = (messages.BatchTokenizedGenerateReqInput, messages.BatchTokenizedEmbeddingReqInput)
         self._work = (*self._batches, messages.TokenizedGenerateReqInput, messages.TokenizedEmbeddingReqInput)
-        self._closed: tuple[str, int] | None = None  # the reason, and how many requests may be held
+        self.closed: tuple[str, int] | None = None
         self._held: list[Any] = []
         # The first request is the warm-up of SGLang's server, which ends the server if it is refused.
         self._warm = getattr(own.server_args, "skip_server_warmup", True)
 
     @property
-    def closed(self) -> bool:
-        return self._closed is not None
-
-    @property
     def has_admissible(self) -> bool:
         """Whether requests are held that the next ``admit`` admits, as admission is open again."""
-        return self._closed is None and bool(self._held)
-
-    def close(self, reason: str, hold: int) -> None:
-        """Let up to ``hold`` new requests wait, and refuse others."""
-        self._closed = (reason, hold)
-
-    def open(self) -> None:
-        """Admit requests again, those that are held first."""
-        self._closed = None
+        return self.closed is None and bool(self._held)
 
     def is_work(self, request: Any) -> bool:
         """Return whether ``request`` is one of a client for a generation or an embedding."""
@@ -48,7 +37,7 @@ class RankAdmission:
 
     def admit(self, received: Sequence[Any]) -> list[Any]:
         """Return the requests that are admitted now, of those ``received`` and of those held before."""
-        closed = self._closed
+        closed = self.closed
         admitted: list[Any] = []
         if closed is None:
             admitted, self._held = self._held, []

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -88,32 +88,22 @@ class SglangScheduler(base.Scheduler):
         self._deregistered: list[Any] = []  # queues of transfers
 
     @property
-    def group(self) -> base.SchedulerGroup:
-        return cast(base.SchedulerGroup, self.own.world_group)
-
-    @property
     def parallel(self) -> Any:
         """The object with ``tp_rank``, ``tp_size``, ``pp_rank``, ``pp_size`` and ``dp_size``."""
         if hasattr(self.own, "ps"):  # up to 0.5.20
             return self.own.ps
         return importlib.import_module("sglang.srt.runtime_context").get_parallel()
 
-    @property
-    def replicas(self) -> base.Replicas:
-        parallel = self.parallel
-        if parallel.dp_size == 1 or self._several_attend:
-            return base.Replicas()
-        return base.Replicas(parallel.dp_rank, parallel.dp_size, os.environ.get(REPLICAS, ""))
-
-    @property
-    def host(self) -> str:
-        settings = self.own.server_args
-        several = getattr(settings, "nnodes", 1) > 1 and self.group.world_size > 1
-        return urlsplit(f"//{settings.dist_init_addr}").hostname or "" if several else ""
-
-    @property
-    def several_receive(self) -> bool:
-        return self._several_attend or super().several_receive
+    @cached_property
+    def topology(self) -> base.Topology:
+        group, parallel, settings = self.own.world_group, self.parallel, self.own.server_args
+        known: dict[str, Any] = {"several_receive": self._several_attend or parallel.dp_size > 1}
+        if parallel.dp_size > 1 and not self._several_attend:
+            folder = os.environ.get(REPLICAS, "")
+            known |= {"replica": parallel.dp_rank, "replicas": parallel.dp_size, "folder": folder}
+        if getattr(settings, "nnodes", 1) > 1 and group.world_size > 1:
+            known["host"] = urlsplit(f"//{settings.dist_init_addr}").hostname or ""
+        return base.Topology(group.world_size, group.ranks, group.rank_in_group, group.cpu_group, **known)
 
     @property
     def _several_attend(self) -> bool:
@@ -137,9 +127,9 @@ class SglangScheduler(base.Scheduler):
             yield "its ranks come and go; start it without --elastic-ep-backend"
         if not hasattr(own, "ps") and self._several_attend and self.parallel.dp_size > 1:
             yield "its replicas have data-parallel attention each; start it with either --dp or --attn-dp-size"
-        if self.replicas.count > 1 and not self.replicas.folder:
+        if self.topology.replicas > 1 and not self.topology.folder:
             yield f"its replicas cannot find each other: {REPLICAS} is not set; start them by SGLang's own server"
-        if self.host and not base.key():
+        if self.topology.host and not base.key():
             yield "its ranks are on several hosts; set MEMSAVER_API_KEY, the same on each of them"
         if getattr(own.server_args, "weight_cache_mode", "off") != "off":
             yield "its weights are in the memory of SGLang's weight cache; start it with --weight-cache-mode off"
@@ -215,18 +205,18 @@ class SglangScheduler(base.Scheduler):
         """Return the answer to ``QUESTION``, else None."""
         if type(request).__name__ != "GetInternalStateReq" or request.rid != QUESTION:
             return None
-        state = {"closed": self.admission.closed, "still": self.is_still()}
+        state = {"closed": self.admission.closed is not None, "still": self.is_still()}
         return self._messages.GetInternalStateReqOutput(internal_state=state)
 
     def close(self, reason: str, hold: int) -> None:
         """Close admission on this rank; on the first one ``close_admission`` has done so."""
         if not self._is_first:
-            self.admission.close(reason, hold)
+            self.admission.closed = (reason, hold)
         self._released_tags.add(CLOSED)
 
     def open(self) -> None:
         if not self._is_first:
-            self.admission.open()
+            self.admission.closed = None
         for queue in self._deregistered:
             queue.resume_memory_occupation()
         self._deregistered = []
@@ -395,16 +385,16 @@ class SglangEngine(LimitedPages, base.LoopEngine):
     # Methods of ``Engine``.
 
     def close_admission(self, reason: str, *, hold: int = 0) -> None:
-        self._admission.close(reason, hold)
+        self._admission.closed = (reason, hold)
         self.post("close", reason, hold)
 
     def open_admission(self) -> None:
-        if self.scheduler.several_receive:  # a client whose resume is answered is not refused by another rank
+        if self.scheduler.topology.several_receive:  # a client whose resume is answered is not refused by another rank
             with suppress(MemsaverError):  # the ranks have failed: their watch reports it
                 self.run_on_all("open")
         else:
             self.post("open")
-        self._admission.open()
+        self._admission.closed = None
         self.submit(self._opened)
 
     def drain(self, timeout_s: float, mode: DrainMode = "wait", given_up: Callable[[], bool] = never) -> None:
@@ -461,7 +451,7 @@ class SglangEngine(LimitedPages, base.LoopEngine):
     def ask_pages(self, name: str, *arguments: Any) -> dict[str, Any]:
         if self.scheduler.disaggregated:
             return {"obstacle": "other engines write its pages (--disaggregation-mode)"}
-        if self.scheduler.several_receive:
+        if self.scheduler.topology.several_receive:
             return {"obstacle": "its replicas use different pages of their caches (--dp, --enable-dp-attention)"}
         if reason := obstacle(self._own, self.scheduler.parallel.pp_size, self.scheduler.pools()):
             return {"obstacle": reason}
@@ -504,7 +494,7 @@ class SglangEngine(LimitedPages, base.LoopEngine):
 
     def _freeze(self) -> bool:
         """Send running requests back to the waiting queue; return whether this paused the engine."""
-        if self.scheduler.is_still() and not self.scheduler.several_receive:
+        if self.scheduler.is_still() and not self.scheduler.topology.several_receive:
             return False
         already = self._own._engine_paused
         self.send(self._messages.PauseGenerationReqInput(mode="retract"))
@@ -520,7 +510,7 @@ class SglangEngine(LimitedPages, base.LoopEngine):
 
     def _takes(self, request: Any) -> bool:
         name = type(request).__name__
-        busy = self._admission.closed or self.scheduler.several_receive or not self._own.is_fully_idle()
+        busy = self._admission.closed or self.scheduler.topology.several_receive or not self._own.is_fully_idle()
         if name == "FlushCacheReqInput" and busy:
             return self._in_thread(self._flush, request)
         if name in READS or (name == "RpcReqInput" and request.method.startswith("save_")):
@@ -568,26 +558,18 @@ class SglangEngine(LimitedPages, base.LoopEngine):
             output = kind(parameter=None)  # it has no field for a failure either; SGLang answers None as one
         else:
             output = kind(success=error is None, message=str(error or ""))
-        self._send(output, request)
-
-    def _send(self, output: Any, request: Any) -> None:
-        channels = self._own.ipc_channels
         if type(request).__name__ == "RpcReqInput":
-            self.submit(partial(self._messages.sock_send, channels.recv_from_rpc, output))
-        elif self.scheduler.several_receive:
+            self.submit(partial(self._messages.sock_send, self._own.ipc_channels.recv_from_rpc, output))
+        elif self.scheduler.topology.several_receive:
             self.post("answer", output, request)
         else:
             self.submit(partial(self.scheduler.answer, output, request))
 
     def _flush(self, request: Any) -> None:
         """Flush the cache. SGLang's own flush fails while a pause sets requests aside, and just after an answer."""
-        failed: Exception | None = None
-        try:
-            self.when_still(max(SETTLING_S, getattr(request, "timeout_s", None) or 0))
-            self.flush_cache()
-        except Exception as error:
-            failed = error
-        self._answer(request, failed)
+        self.when_still(max(SETTLING_S, getattr(request, "timeout_s", None) or 0))
+        self.flush_cache()
+        self._answer(request, None)
 
     def _write(self, request: Any, answered: Future[Any]) -> None:
         write = partial(super()._write, request, answered)

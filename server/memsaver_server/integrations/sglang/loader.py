@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import memsaver_core as ms
-from memsaver_core.compat.loading import LOAD_FORMAT, checkpoint_revision, tensors_of
+from memsaver_core.compat.loading import LOAD_FORMAT, tensors_of, weights_key
 from memsaver_core.compat.patching import when_imported
 
 logger = logging.getLogger("memsaver")
@@ -76,8 +76,7 @@ def _load_weights(
 
 
 def _key(config: Any, model_config: Any) -> ms.WeightsKey | None:
-    """Return what the weights of this rank are; replicas have the same. None, with a warning, if they cannot be
-    shared."""
+    """Return what this rank's weights are; replicas have the same. None, with a warning, if they cannot be shared."""
     options = importlib.import_module(LOADER).get_server_args()
     backup = f"enable_{'draft_' if getattr(model_config, 'is_draft_model', False) else ''}weights_cpu_backup"
     if not options.enable_memory_saver or not getattr(options, backup, False):
@@ -85,15 +84,12 @@ def _key(config: Any, model_config: Any) -> ms.WeightsKey | None:
             "weights are not shared: start with --enable-memory-saver and --%s, too", backup.replace("_", "-")
         )
         return None
-    if not (revision := checkpoint_revision(model_config.model_path, model_config.revision, config.download_dir)):
-        return None
     version = importlib.import_module("sglang.version").__version__
     chosen = [getattr(options, name, None) for name in OPTIONS]
-    return ms.WeightsKey(
+    return weights_key(
         model_config.model_path,
-        revision,
-        dtype=str(model_config.dtype),
-        quantization=str(model_config.quantization or ""),
+        model_config,
+        config.download_dir,
         rank=torch.distributed.get_rank(),
         ranks=torch.distributed.get_world_size(),
         program=f"sglang {version}, draft {getattr(config, 'draft_model_idx', None)}, {chosen}",

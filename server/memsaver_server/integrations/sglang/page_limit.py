@@ -110,8 +110,8 @@ class SchedulerPages(PageLimit):
 
     def back(self, pages: int) -> None:
         """Back only the first ``pages`` pages with memory; no other is in use. Raises as ``memsaver_core.resize``."""
-        self._backed, self._stale = pages, True
         ms.resize(KV_CACHE, unused=[part for each in self._buffers for part in behind(each, pages, self._total)])
+        self._backed, self._stale = pages, True
 
     def _clear(self, clear: Function) -> None:
         clear()
@@ -121,18 +121,15 @@ class SchedulerPages(PageLimit):
     def _note_computed(self, cache_unfinished_req: Function, req: Any, *args: Any, **kwargs: Any) -> None:
         found = len(req.prefix_indices)
         if found == getattr(req, "cached_tokens", found):  # else it has found what an earlier part of it computed
-            self._note_found(req.last_node)
+            node = req.last_node
+            while getattr(node, "parent", None) is not None:  # the root of SGLang's tree has none
+                self._prefixes.found(node.id, len(node.key) // self._page_tokens)
+                node = node.parent
         end = found + self._page_tokens
         tokens = req.get_fill_ids() if hasattr(req, "get_fill_ids") else req.fill_ids
         if end <= len(tokens):
             self._prefixes.computed((req.extra_key, *tokens[:end]))
         cache_unfinished_req(req, *args, **kwargs)
-
-    def _note_found(self, node: Any) -> None:
-        """Note the prefix that ends with ``node`` of SGLang's tree, whose root has no parent."""
-        while getattr(node, "parent", None) is not None:
-            self._prefixes.found(node.id, len(node.key) // self._page_tokens)
-            node = node.parent
 
     def _hold_free(self) -> None:
         self._allocator.merge_and_sort_free()

@@ -32,7 +32,7 @@ def register() -> None:
         "sglang.srt.managers.scheduler.Scheduler.run_event_loop": _serve,
         CONFIGURE: _configure,
         f"{manager}.__init__": _initialize_manager,
-        **{f"{manager}.{call}": _raising(call) for call in CALLS},
+        **{f"{manager}.{call}": partial(_raising, call) for call in CALLS},
         **loader.register(),
     }
     if os.environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "").lower() in ("1", "true"):  # a release includes graphs
@@ -111,20 +111,18 @@ class SchedulerCallError(MemsaverError, kind="scheduler_call"):
         super().__init__(message)
 
 
-def _raising(call: str) -> Callable[..., Awaitable[None]]:
-    """Return a hook around ``TokenizerManager``'s method ``call``, which by itself ignores the scheduler's answer."""
-
-    async def raising(original: Callable[..., Awaitable[None]], manager: Any, obj: Any, request: Any = None) -> None:
-        communicate = getattr(manager, f"{call}_communicator", None)
-        if communicate is None:
-            await original(manager, obj, request)
-            return
-        manager.auto_create_handle_loop()
-        for output in await communicate(obj):
-            if output.rid:
-                raise SchedulerCallError(output.rid)
-
-    return raising
+async def _raising(
+    call: str, original: Callable[..., Awaitable[None]], manager: Any, obj: Any, request: Any = None
+) -> None:
+    """A hook around ``TokenizerManager``'s method ``call``, which by itself ignores the scheduler's answer."""
+    communicate = getattr(manager, f"{call}_communicator", None)
+    if communicate is None:
+        await original(manager, obj, request)
+        return
+    manager.auto_create_handle_loop()
+    for output in await communicate(obj):
+        if output.rid:
+            raise SchedulerCallError(output.rid)
 
 
 def _initialize_manager(original: Callable[..., None], manager: Any, *arguments: Any, **named: Any) -> None:

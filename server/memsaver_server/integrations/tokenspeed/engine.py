@@ -52,10 +52,10 @@ class TokenspeedScheduler(base.Scheduler):
         return importlib.import_module("tokenspeed.runtime.engine.pause")
 
     @property
-    def group(self) -> base.SchedulerGroup:
+    def topology(self) -> base.Topology:
         """All ranks, which are one tensor-parallel group."""
         attention = self.own.server_args.mapping.attn
-        return base.SchedulerGroup(attention.tp_size, attention.tp_group, attention.tp_rank, self.own.attn_tp_cpu_group)
+        return base.Topology(attention.tp_size, attention.tp_group, attention.tp_rank, self.own.attn_tp_cpu_group)
 
     def missing(self) -> list[str]:
         return base.lacking(self.own, NAMES, "EventLoop")

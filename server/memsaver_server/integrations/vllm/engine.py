@@ -77,6 +77,9 @@ class VllmMemory(RankMemory):
 class VllmEngine(Gate):
     """An engine over either front end of vLLM. A request first enters the gate, then vLLM's scheduler."""
 
+    #: The data-parallel ranks of the engine cores, of which there may be one.
+    dp_ranks: frozenset[int] = frozenset({0})
+
     def __init__(self, core: Any, model_config: Any) -> None:
         """``core`` is the front end's ``engine_core``. Its processes are watched, one for each data-parallel rank; a
         core in this process, or in Ray, has none."""
@@ -90,11 +93,6 @@ class VllmEngine(Gate):
         manager = getattr(getattr(core, "resources", None), "engine_manager", None)
         processes = {f"engine core {number}": each.pid for number, each in enumerate(getattr(manager, "processes", ()))}
         self.memory = VllmMemory(self, processes, dp_ranks=sorted(self.dp_ranks) if len(self.dp_ranks) > 1 else ())
-
-    @property
-    def dp_ranks(self) -> frozenset[int]:
-        """The data-parallel ranks of the engine cores, of which there may be one."""
-        return frozenset({0})
 
     # Calls of the front end, none of which blocks. Those that have ``dp_ranks`` reach these engine cores alone, if any
     # are given.
@@ -151,11 +149,7 @@ class VllmEngine(Gate):
         self._paused |= drained
 
     def pause(
-        self,
-        mode: DrainMode,
-        timeout_s: float,
-        given_up: Callable[[], bool] = never,
-        dp_ranks: Collection[int] = (),
+        self, mode: DrainMode, timeout_s: float, given_up: Callable[[], bool] = never, dp_ranks: Collection[int] = ()
     ) -> None:
         """Have vLLM abort, finish or freeze its requests, and begin no others; raises as ``drain``."""
         pausing = self.call("sleep", 0, mode, dp_ranks=dp_ranks)
@@ -208,6 +202,7 @@ class ApiServerEngine(LimitedPages, VllmEngine):
         names = getattr(self._core, "core_engines", ())  # by which vLLM's front end addresses its engine cores
         self._cores = {int.from_bytes(name, "little"): name for name in names} if len(names) > 1 else {}
         if self._cores:
+            self.dp_ranks = frozenset(self._cores)
             wrap(self._core, "get_core_engine_for_request", self._choose, again=True)
         self._waiting: set[asyncio.Event] = set()
         super().__init__(self._core, getattr(getattr(client, "vllm_config", None), "model_config", None))
@@ -215,10 +210,6 @@ class ApiServerEngine(LimitedPages, VllmEngine):
     @property
     def is_closed(self) -> bool:
         return self._closed is not None
-
-    @property
-    def dp_ranks(self) -> frozenset[int]:
-        return frozenset(self._cores) or super().dp_ranks
 
     def refusal(self, path: str, dp_rank: str | None) -> str:
         """Return why a request, which may name an engine, is refused although others are served; or nothing."""
@@ -392,11 +383,7 @@ class OfflineEngine(VllmEngine):
         return []
 
     def pause(
-        self,
-        mode: DrainMode,
-        timeout_s: float,
-        given_up: Callable[[], bool] = never,
-        dp_ranks: Collection[int] = (),
+        self, mode: DrainMode, timeout_s: float, given_up: Callable[[], bool] = never, dp_ranks: Collection[int] = ()
     ) -> None:
         pausing = self.call("sleep", 0, "keep" if mode == "wait" else mode)  # the gate is drained: no call generates
         if not is_done(pausing, timeout_s, given_up):
