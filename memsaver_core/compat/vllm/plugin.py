@@ -235,16 +235,23 @@ class _WorkerRank(Rank):
             case protocol.Move("release"):
                 # Another rank could not resume, so this one releases again: its next resume needs the notes again.
                 vars(self.worker).update(used)
-            case protocol.ExpectRelease(options) | protocol.SleepNow(options):
-                self._outcome = None
-                vllm_allocator().override = partial(self._release_asleep, options)
-                return self._sleep(request.level) if isinstance(request, protocol.SleepNow) else None
+            case protocol.ExpectRelease(options):
+                self._expect(options)
+                return None
             case protocol.TakeOutcome():
                 return self._take_outcome()
+            case protocol.SleepNow(options, level):
+                self._expect(options)
+                return self._sleep(level)
             case protocol.Resize(pages):
                 cache_memory.resize(self.worker.model_runner, pages)
                 return OperationReport(operation="resume")
         return super().carry_out(request)
+
+    def _expect(self, options: MemoryRequest) -> None:
+        """Have the worker's next sleep release as ``options`` say."""
+        self._outcome = None
+        vllm_allocator().override = partial(self._release_asleep, options)
 
     def _release_asleep(self, options: MemoryRequest) -> None:
         """Release inside the worker's sleep, which must not see the error: the service undoes the release."""
@@ -328,8 +335,13 @@ def _sampling_tag(logits: Any, *_: Any, **__: Any) -> str | None:
     if (cache := getattr(sys.modules[SAMPLING], "_TRITON_BUFFER_CACHE", None)) is None:
         return None
     held = cache.get((logits.device, logits.dtype, logits.shape[-1]))
-    needed = min(logits.shape[0], torch.cuda.get_device_properties(logits.device).multi_processor_count)
+    needed = min(logits.shape[0], _multiprocessors(logits.device.index))
     return None if held is not None and held.shape[0] >= needed else allocator.WORKSPACE
+
+
+@functools.lru_cache
+def _multiprocessors(device: int | None) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _flashinfer_tag(builder: Any = None, *_: Any, **__: Any) -> str | None:

@@ -89,9 +89,10 @@ class Part:
 
     async def perform(self, verb: OperationName, body: Mapping[str, Any], phase: str, key: str | None = None) -> None:
         """Carry out an operation in one call; ``phase`` is that of a failure."""
-        with self.failing(phase):
+        try:
             self.done(await self.connection.perform(verb, body, key=key))
-        if self.answer is None:
+        except EngineFailure as failure:
+            self.fail(phase, failure)
             await self.look()
         self.ended()
 

@@ -82,8 +82,9 @@ class Fleet(AbstractContextManager["Fleet"]):
         try:
             while (event := self._call(watcher.next())) is not None:
                 yield event
-        except FleetError:  # ``close`` was called, which ends what is watched
-            return
+        except FleetError:
+            if not self._closed:  # ``close`` ends what is watched
+                raise
         finally:
             with suppress(FleetError):
                 self._call(watcher.close())

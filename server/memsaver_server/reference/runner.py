@@ -156,7 +156,8 @@ class ModelRunner:
             self.check()
 
     def resize(self, slots: int) -> None:
-        """Back only the first ``slots`` slots and the spare one. Only between two steps. Raises as ``ms.resize``."""
+        """Back only the first ``slots`` slots and the spare one with memory. Only between two steps. Raises as
+        ``memsaver_core.resize``."""
         ms.resize("kv_cache", unused=self._cache.behind(slots + 1))
 
     def check(self) -> None:

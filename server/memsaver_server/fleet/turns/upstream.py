@@ -19,8 +19,10 @@ IDLE_S = 2.0
 #: An address that is unused for so long may be gone: its connections are closed when a new one is used, seconds.
 UNUSED_S = 60.0
 #: Headers that concern one connection only.
-_HOP = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"}
-_HOP |= {"te", "trailer", "transfer-encoding", "upgrade"}
+_HOP = {
+    *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
+    *("te", "trailer", "transfer-encoding", "upgrade"),
+}
 #: Of a request: made anew for the engine, or about the page that sent it, which the coordinator has checked.
 _OWN = {"authorization", "content-length", "cookie", "expect", "host", "origin", "referer"}
 #: Of an answer: the coordinator's server adds its own.
