@@ -47,7 +47,7 @@ ON_GPU = torch.cuda.is_available() and os.environ.get("MEMSAVER_DRIVER") != "hos
 #: What an engine logs once it has loaded the model.
 LOADED = {
     "sglang": r"Load weight end\. elapsed=([\d.]+) s",
-    "vllm": r"Model loading took [\d.]+ GiB memory and ([\d.]+) seconds",
+    "vllm": r"Model loading took [\d.]+ GiB(?: memory)? and ([\d.]+) seconds",
 }
 #: A core copies so many bytes at a time.
 PIECE = 4 << 20

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import memsaver_core as ms
+from memsaver_core import process
 from memsaver_server import attach
 from memsaver_server.client import Client
 from memsaver_server.reference.engine import TransformersEngine
@@ -46,7 +47,9 @@ def held_by_others() -> set[int]:
 
 @pytest.fixture
 def start(held_by_others: set[int]) -> Iterator[Start]:
-    gc.collect()  # a closed engine is part of a reference cycle, and ten of them do not fit on a GPU of 80 GiB
+    # A closed engine is part of a reference cycle, and torch keeps its memory for its stream. Ten do not fit on 80 GiB.
+    gc.collect()
+    process.backend().forget_pools()
     engines: list[TransformersEngine] = []
 
     def begin(**options: Any) -> TransformersEngine:

@@ -111,6 +111,16 @@ def bursts(result: Result) -> str:
     return "requests/s beside fixed halves: {} with load on one engine, {} on both".format(*rates)
 
 
+def warm_start(result: Result) -> str:
+    ours, file = (median(result["seconds"][way]) for way in ("the shared store", "safetensors in the page cache"))
+    return f"{result['bytes'] / 1e9:.1f} GB on the device in {ours:.2f} s, from safetensors in page cache {file:.2f}"
+
+
+def warm_engine(result: Result) -> str:
+    ours, file, none = (median(result["seconds"][f"{way}: loading the model"]) for way in ("memsaver", "auto", "dummy"))
+    return f"model loaded in {ours:.2f} s, from safetensors in page cache {file:.2f}, with nothing to load {none:.2f}"
+
+
 #: Name of a result, the engine if the result names none, the feature, and the result's figure.
 RUNS: tuple[tuple[str, str, str, Callable[[Result], str]], ...] = (
     ("vllm", "", "sleep mode", sleep_levels),
@@ -122,18 +132,21 @@ RUNS: tuple[tuple[str, str, str, Callable[[Result], str]], ...] = (
     ("turns", "", "models take turns", turns),
     ("elastic", "", "a KV cache that grows and shrinks", trades),
     ("elastic-burst", "", "KV caches that balance themselves", bursts),
+    ("warm-start-vllm", "", "warm start, shape of Qwen3-8B", warm_engine),
     ("sglang-drop-in", "", "SGLang's own calls", row("SGLang's own call")),
     ("sglang-service", "", "the service", row("service")),
     ("sglang-service", "", "hibernation", row("service, hibernated")),
     ("sglang-service", "", "release, requests in flight", row("service, wait, 20 requests in flight", left=False)),
     ("sglang-service", "", "weights discarded", row("service, weights discarded and updated", left=False)),
     ("wake-up-sglang-memsaver", "", "wake-up, shape of Qwen3-8B", wake_up),
+    ("warm-start-sglang", "", "warm start, shape of Qwen3-8B", warm_engine),
     ("trainer-turns", "", "trainer and engine in turns", trainer),
     ("footprint", "reference", "release, resume, hibernation", footprint),
     ("wake-up-reference-memsaver", "", "wake-up, shape of Qwen3-8B", wake_up),
     ("occupation", "none", "release and resume of memory alone", memory),
     ("packing", "none", "packed backups", packing),
     ("shared-store", "none", "shared store", store),
+    ("warm-start", "none", "warm start, shape of Qwen3-8B", warm_start),
     ("store-soak-h200", "none", "shared store, soak", lambda each: f"{each['cycles']:,} cycles"),
     ("overhead", "reference", "HTTP", lambda each: f"{each['overhead_ms']:.2f} ms for a release and a resume"),
 )
@@ -148,10 +161,10 @@ def engine_of(result: Result, otherwise: str) -> str:
 
 
 def runs() -> list[tuple[str, ...]]:
-    """Return the rows: engine, feature, torch, device, date and figure of the newest result on each device."""
+    """Return the rows: engine, feature, torch, device, date and figure of the newest result of an engine on a device."""
     found = []
     for name, otherwise, feature, figure in RUNS:
-        newest: dict[str, Result] = {}
+        newest: dict[tuple[str, str], Result] = {}
         for path in sorted(RESULTS.rglob(f"{name}.json")):
             result = json.loads(path.read_text())
             if "machine" in result and "device" not in result:  # "NVIDIA H200, driver ..., vLLM ..., torch ..."
@@ -159,12 +172,11 @@ def runs() -> list[tuple[str, ...]]:
                 result |= {"gpu": parts[0], **dict(part.lower().split(" ", 1) for part in parts[1:])}
             device = str(result.get("gpu") or result["device"]).partition(":")[0]
             device = f"{result['ranks']} {device}" if "ranks" in result else device
-            if device not in newest or newest[device]["date"] < result["date"]:
-                newest[device] = result
-        for device, result in sorted(newest.items()):
-            found.append(
-                (engine_of(result, otherwise), feature, result.get("torch", ""), device, result["date"], figure(result))
-            )
+            where = (device, engine_of(result, otherwise))
+            if where not in newest or newest[where]["date"] < result["date"]:
+                newest[where] = result
+        for (device, engine), result in sorted(newest.items()):
+            found.append((engine, feature, result.get("torch", ""), device, result["date"], figure(result)))
     return found
 
 
