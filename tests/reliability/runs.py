@@ -161,7 +161,7 @@ def engine_of(result: Result, otherwise: str) -> str:
 
 
 def runs() -> list[tuple[str, ...]]:
-    """Return the rows: engine, feature, torch, device, date and figure of the newest result of an engine on a device."""
+    """Return engine, feature, torch, device, date and figure of the newest result of each engine on each device."""
     found = []
     for name, otherwise, feature, figure in RUNS:
         newest: dict[tuple[str, str], Result] = {}
