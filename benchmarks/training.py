@@ -1,12 +1,14 @@
 """A trainer with Adam and an engine on one GPU that give the device to each other: ways to do it, side by side.
 
-Trainer and engine are processes of their own. The trainer is FSDP2 (`fully_shard`, one rank) over a model of 3B shape,
-fp32 parameters and Adam, bfloat16 compute. The engine is a process with weights of 16 bits and a cache, by memsaver in
-every mode. A step: the engine releases, the trainer resumes, trains and releases, the engine resumes. There is room for
-the engine's weights beside the trainer, so they come back while it releases, and the cache after that.
+Trainer and engine are processes of their own. The trainer has one rank, a model of 3B shape and Adam, and computes in
+bfloat16: FSDP2 (`fully_shard`) with fp32 parameters, or Megatron-core with its distributed optimizer. The engine is a
+process with weights of 16 bits and a cache, by memsaver in every mode. A step: the engine releases, the trainer
+resumes, trains and releases, the engine resumes. There is room for the engine's weights beside the trainer, so they
+come back while it releases, and the cache after that.
 
-    python benchmarks/training.py                        # memsaver and `.to("cpu")`; needs a GPU
+    python benchmarks/training.py                        # memsaver and the framework's own offloading; needs a GPU
     python benchmarks/training.py --stock DIR            # torch_memory_saver, too, from a folder that has it
+    python benchmarks/training.py --framework megatron   # needs megatron-core
     MEMSAVER_DRIVER=host python benchmarks/training.py --tiny --steps 2 --out /tmp   # on the host driver, as a check
 
 Losses must equal those of a run that never releases, which has the device for itself.
@@ -25,15 +27,22 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
+import torch.distributed as dist
 from _machine import about_gpu, touch_host_memory
 from _record import failed, new_parser, new_result, write
+from torch.nn import functional
 
 MIB = 1 << 20
-MODES = ("memsaver", "to cpu", "torch_memory_saver")
+MODES = ("memsaver", "its own", "torch_memory_saver")
+#: Its name on the page, and what its own offloading is.
+FRAMEWORKS = {
+    "fsdp2": ("FSDP2 with Adam", 'its own: `.to("cpu")`, as verl 0.9.1 does it'),
+    "megatron": ("Megatron-core with its distributed optimizer", "its own: `offload_to_cpu` of buffers and optimizer"),
+}
 #: Of the engine's resume, what the trainer's release does not cover.
 REST = "engine resumes the rest"
 PARTS = ("engine releases", "trainer resumes", "training", "trainer releases", REST)
@@ -87,87 +96,172 @@ def engine(weights_bytes: int, cache_bytes: int) -> None:
     )
 
 
-def trainer(mode: str, shape: dict[str, Any], folder: str, tokens: int) -> None:
-    import torch.distributed as dist
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from transformers import AutoModelForCausalLM, Qwen2Config
+class Fsdp2:
+    """Parameters of fp32, which are cast as they are gathered."""
 
+    parameters: Literal["discard", "keep"] = "keep"
+
+    def __init__(self, shape: dict[str, Any]) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from transformers import AutoModelForCausalLM, Qwen2Config
+
+        mesh = dist.init_device_mesh(PLACE.type, (1,))
+        with PLACE:
+            self.model = AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for layer in (*self.model.model.layers, self.model):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=ON_GPU)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()  # it makes its state
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def loss(self, ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(ids, labels=ids).loss
+        return loss
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def own_release(self) -> None:
+        self._move("cpu")
+
+    def own_resume(self) -> None:
+        self._move(PLACE)
+
+    def _move(self, place: torch.device | str) -> None:
+        self.zero_grad()
+        self.model.to(place, non_blocking=True)
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                state[key] = value.to(place, non_blocking=True)
+
+
+class Megatron:
+    """Parameters of bfloat16, which the optimizer makes from its masters of fp32; gradients are added up in fp32."""
+
+    parameters: Literal["discard", "keep"] = "discard"
+
+    def __init__(self, shape: dict[str, Any]) -> None:
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer import TransformerConfig
+
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        config = TransformerConfig(
+            num_layers=shape["num_hidden_layers"], hidden_size=shape["hidden_size"],
+            ffn_hidden_size=shape["intermediate_size"], num_attention_heads=shape["num_attention_heads"],
+            num_query_groups=shape["num_key_value_heads"], gated_linear_unit=True, activation_func=functional.silu,
+            normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0, attention_dropout=0,
+            bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, gradient_accumulation_fusion=False,
+        )  # fmt: skip
+        vocabulary, self._length = shape["vocab_size"], 512
+        model = GPTModel(
+            config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocabulary, self._length,
+            position_embedding_type="rope", share_embeddings_and_output_weights=True,
+        )  # fmt: skip
+        settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        self.model = DistributedDataParallel(config, settings, model.to(PLACE, torch.bfloat16))
+        adam = OptimizerConfig(
+            optimizer="adam", lr=1e-5, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
+        )
+        self.optimizer = get_megatron_optimizer(adam, [self.model])
+        self.optimizer.step()  # it makes its state
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def loss(self, ids: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(ids.shape[1], device=PLACE)[None]
+        loss: torch.Tensor = self.model(ids, places, None, labels=ids).float().mean()
+        return loss
+
+    def step(self) -> None:
+        self.model.finish_grad_sync()
+        self.optimizer.step()
+
+    def own_release(self) -> None:
+        for buffer in self.model.buffers:
+            buffer.offload_to_cpu()
+        self.optimizer.offload_to_cpu()
+
+    def own_resume(self) -> None:
+        for buffer in self.model.buffers:
+            buffer.reload_from_cpu()
+        self.optimizer.restore_from_cpu()
+
+
+def trainer(framework: str, mode: str, shape: dict[str, Any], folder: str, tokens: int) -> None:
     backend = "nccl" if ON_GPU else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/{mode}", rank=0, world_size=1)
-    mesh = dist.init_device_mesh(PLACE.type, (1,))
     torch.manual_seed(0)
     with ExitStack() as stack:
         if mode == "torch_memory_saver":
             from torch_memory_saver import torch_memory_saver
 
             stack.enter_context(torch_memory_saver.region("trainer", enable_cpu_backup=True))
-        with PLACE:
-            model = AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=torch.float32)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        for layer in (*model.model.layers, model):
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=ON_GPU)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()  # it makes its state, in the region of those who need one
-        optimizer.zero_grad()
+        trained: Fsdp2 | Megatron = (Megatron if framework == "megatron" else Fsdp2)(shape)
+        trained.zero_grad()
     ids = torch.randint(10, shape["vocab_size"], (4, tokens), device=PLACE)
 
     def step() -> float:
-        optimizer.zero_grad()
-        loss = 0.0
+        trained.zero_grad()
+        total = 0.0
         for each in ids:
-            of_each = model(each[None], labels=each[None]).loss
-            of_each.backward()
-            loss += of_each.item()
-        optimizer.step()
-        return loss
+            loss = trained.loss(each[None])
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        trained.step()
+        return total
 
-    serve({"train": step, **_WAYS[mode](model, optimizer)})
+    serve({"train": step, **_WAYS[mode](trained)})
     dist.destroy_process_group()
 
 
-def by_memsaver(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Callable[[], Any]]:
+def by_memsaver(trained: Fsdp2 | Megatron) -> dict[str, Callable[[], Any]]:
     from memsaver_core import training
 
     held: list[training.Released] = []
-    return {
-        "release": lambda: held.append(training.release(model, optimizer)),
-        "resume": lambda: held.pop().resume(),
-    }
+
+    def release() -> None:
+        held.append(training.release(trained.model, trained.optimizer, parameters=trained.parameters))
+
+    return {"release": release, "resume": lambda: held.pop().resume()}
 
 
-def to_cpu(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Callable[[], Any]]:
-    """As verl 0.9.1 does it with FSDP2."""
-
-    def move(place: torch.device | str) -> None:
-        optimizer.zero_grad()
-        model.to(place, non_blocking=True)
-        for state in optimizer.state.values():
-            for key, value in state.items():
-                state[key] = value.to(place, non_blocking=True)
+def by_itself(trained: Fsdp2 | Megatron) -> dict[str, Callable[[], Any]]:
+    def release() -> None:
+        trained.own_release()
         if ON_GPU:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
-    return {"release": lambda: move("cpu"), "resume": lambda: move(PLACE)}
+    return {"release": release, "resume": trained.own_resume}
 
 
-def by_torch_memory_saver(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Callable[[], Any]]:
+def by_torch_memory_saver(trained: Fsdp2 | Megatron) -> dict[str, Callable[[], Any]]:
     from torch_memory_saver import torch_memory_saver
 
     def release() -> None:
-        optimizer.zero_grad()
+        trained.zero_grad()
         torch.cuda.empty_cache()
         torch_memory_saver.pause("trainer")
 
     return {"release": release, "resume": lambda: torch_memory_saver.resume("trainer")}
 
 
-_WAYS = {
-    "never released": lambda model, optimizer: {},
+_WAYS: dict[str, Callable[[Any], dict[str, Callable[[], Any]]]] = {
+    "never released": lambda trained: {},
     "memsaver": by_memsaver,
-    "to cpu": to_cpu,
+    "its own": by_itself,
     "torch_memory_saver": by_torch_memory_saver,
 }
 
@@ -218,7 +312,7 @@ def start_trainer(stack: ExitStack, mode: str, options: argparse.Namespace) -> C
         )
         environment["LD_PRELOAD"] = found.stdout.strip()
     tokens = 16 if options.tiny else 512
-    return Child(stack, "trainer", mode, shape, folder, str(tokens), **environment)
+    return Child(stack, "trainer", options.framework, mode, shape, folder, str(tokens), **environment)
 
 
 def never_released(options: argparse.Namespace) -> list[float]:
@@ -254,7 +348,7 @@ def measure(mode: str, losses: list[float], options: argparse.Namespace) -> dict
 
 
 def to_markdown(record: dict[str, Any]) -> str:
-    modes = record["modes"]
+    modes, (name, own) = record["modes"], FRAMEWORKS[record["framework"]]
 
     def cells(tell: Callable[[dict[str, Any]], str]) -> str:
         return " | ".join(f"FAILED: {each['failed']}" if "failed" in each else tell(each) for each in modes.values())
@@ -265,7 +359,7 @@ def to_markdown(record: dict[str, Any]) -> str:
     lines = [
         f"# A trainer and an engine on one device: {record['gpu']}, driver {record['driver']}, torch {record['torch']}",
         "",
-        f"{record['date']}, `{record['command']}`. FSDP2 with Adam on one rank. Medians of {record['steps']} steps, "
+        f"{record['date']}, `{record['command']}`. {name} on one rank; {own}. Medians of {record['steps']} steps, "
         "seconds; host memory: what the machine has less of it than before, while the trainer is released.",
         "",
         f"| | {' | '.join(modes)} |",
@@ -283,6 +377,7 @@ def to_markdown(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--stock", type=Path, help="a folder with torch_memory_saver")
+    parser.add_argument("--framework", choices=list(FRAMEWORKS), default="fsdp2")
     parser.add_argument("--modes", nargs="+", choices=MODES, help="by default all for which there is what they need")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--cache", type=int, default=32, help="the engine's cache, GiB")
@@ -294,11 +389,17 @@ def main() -> None:
         if kind == "engine":
             engine(*map(int, arguments))
         else:
-            mode, shape, folder, tokens = arguments
-            trainer(mode, json.loads(shape), folder, int(tokens))
+            framework, mode, shape, folder, tokens = arguments
+            trainer(framework, mode, json.loads(shape), folder, int(tokens))
         return
     about = about_gpu() if ON_GPU else {"gpu": "the host driver", "driver": "none", "torch": torch.__version__}
-    record: dict[str, Any] = {**new_result("training.py"), **about, "steps": options.steps, "modes": {}}
+    record: dict[str, Any] = {
+        **new_result("training.py"),
+        **about,
+        "framework": options.framework,
+        "steps": options.steps,
+        "modes": {},
+    }
     if ON_GPU:
         touch_host_memory()
     losses = never_released(options)
@@ -309,7 +410,8 @@ def main() -> None:
         except Exception as error:
             record["modes"][mode] = failed(error)
         # What is measured is measured, whatever becomes of the next.
-        page = write("training", record, to_markdown, options.out)
+        name = "training" if options.framework == "fsdp2" else f"training-{options.framework}"
+        page = write(name, record, to_markdown, options.out)
     print(page)
 
 
