@@ -39,12 +39,12 @@ class ProgressRecord:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Note that a message is carried out inside."""
+        """Note that a message is carried out inside; another may be as a part of it."""
         self._words[_BEGUN] += 1
         try:
             yield
         finally:
-            self._words[_ENDED] = self._words[_BEGUN]
+            self._words[_ENDED] += 1
 
     @contextmanager
     def following(self, log: ms.PhaseLog) -> Iterator[None]:

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -224,7 +224,6 @@ class _WorkerRank(Rank):
         self._outcome: OperationReport | Failure | None = None
         #: What the worker used of its notes, if the last message was a resume.
         self._used: dict[str, Any] = {}
-        self._sleeping = False
 
     def enabled(self) -> bool:
         return worker_config.enabled
@@ -262,7 +261,7 @@ class _WorkerRank(Rank):
 
     def sleeping(self) -> AbstractContextManager[None]:
         """Report to the service that this rank is at work while it is put to sleep inside the block."""
-        return nullcontext() if self._sleeping else self._progress.answering()
+        return self._progress.answering()
 
     def _take_outcome(self) -> Result:
         vllm_allocator().override = None
@@ -270,15 +269,12 @@ class _WorkerRank(Rank):
         return outcome
 
     def _sleep(self, level: int) -> Result:
-        self._sleeping = True
         try:
             self.worker.sleep(level)
         except Exception:
             if self._outcome is None:
                 raise
             logger.exception("the memory was released, but vLLM's worker failed after that")
-        finally:
-            self._sleeping = False
         return self._take_outcome()
 
     def resume(self, options: Tagged) -> Result:

@@ -159,7 +159,7 @@ class FleetOperation(Operation):
     def conclude(self, result: FleetResult | None, error: BaseException | None = None) -> None:
         """Record how it ended, and let its callers know. ``error``: it could not be begun."""
         with self.changed:
-            self.report, self.error = result, error
+            self.report, self.error = result, None if error is None else error.with_traceback(None)
             self.finished_at, self.seconds = time.time(), result.seconds if result is not None else self.elapsed_s()
             if result is not None and result.success:
                 self.advance("done")
