@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -189,7 +190,7 @@ def fill(server: GpuServer) -> None:
         server.generate(1, [10 + number, *((7919 * (place + 3)) % 1000 + 10 for place in range(3900))])
 
 
-def check_sizes(server: GpuServer, answers: Callable[[], Any]) -> None:
+def check_sizes(server: GpuServer, answers: Callable[[], Any], check: Callable[..., None] = check) -> None:
     """Of the cache; ``answers()`` are the same at each, and requests end whatever happens to their pages."""
     expected, whole = answers(), cache(server)
     large: list[int] = []
@@ -232,6 +233,25 @@ def test_a_cache_of_any_size(start: Start, arguments: tuple[str, ...]) -> None:
     """With graphs of both kinds."""
     server = start(*ELASTIC, *arguments, **PIECES)
     check_sizes(server, server.answers)
+
+
+@pytest.mark.skipif(
+    not MISSING and find_spec("sglang.srt.mem_cache.hiradix_cache") is None,
+    reason="its hierarchical cache is a UnifiedRadixCache",
+)
+def test_a_hierarchical_cache_of_any_size(start: Start) -> None:
+    """A prefix whose pages went is copied from host memory when it comes again."""
+    hierarchical = ("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-write-policy", "write_through")
+    server = start(*ELASTIC, *hierarchical, **PIECES)
+    check_sizes(server, server.answers, GpuServer.check_cycles)
+    fill(server)
+    prompt = [10, *((7919 * (place + 3)) % 1000 + 10 for place in range(3900))]
+    before = server.generate(8, prompt)
+    server.service("/kv_cache", {"fraction": 0.2})
+    again = server.request(8, prompt).json()
+    assert again["output_ids"] == before
+    assert again["meta_info"]["cached_tokens"] > 3800
+    server.service("/kv_cache", {"fraction": 1})
 
 
 def test_a_draft_model_with_a_cache_of_any_size(start: Start, tmp_path: Path) -> None:

@@ -226,3 +226,24 @@ def test_pages_of_several_tokens_without_prefixes(start: Start) -> None:
     assert [server.generate(300, prompt) for prompt in prompts(4)] == expected
     server.service("/kv_cache", {"fraction": 1})
     assert [server.generate(300, prompt) for prompt in prompts(4)] == expected
+
+
+def test_prefixes_in_host_memory(start: Start) -> None:
+    """A prefix whose pages went is copied back when it comes again."""
+    if "HiRadixCache" not in source("mem_cache/registry.py"):
+        pytest.skip("its hierarchical cache is a UnifiedRadixCache")
+    server = start(
+        "--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-write-policy", "write_through",
+        "--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first", MEMSAVER_KV_CACHE_PIECE="64KiB",
+    )  # fmt: skip
+    expected, longer = fill(server), [server.generate(1500, prompt) for prompt in prompts(4)]
+    for fraction in (0.5, 0.3, 1.0, 0.3):
+        server.service("/kv_cache", {"fraction": fraction})
+        for number, tokens in zip((11, 12, 13), expected, strict=True):
+            assert cached(server, [number, *LONG]) == len(LONG)
+            assert server.generate(8, [number, *LONG]) == tokens
+        running = server.in_background(4, 1500)
+        server.service("/kv_cache", {"fraction": 0.5, "mode": "preempt"})
+        assert [each.result(ANSWER_S) for each in running] == longer
+    server.own("/flush_cache")
+    assert cache(server)["used_bytes"] == 0

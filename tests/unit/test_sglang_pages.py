@@ -11,11 +11,11 @@ import torch
 from memsaver_server.integrations.sglang import page_limit
 
 REASONS: dict[str, dict[str, Any]] = {
-    "": {},
+    "": {"cache": "HiRadixCache", "cache_controller": object()},
     "has no Scheduler.max_req_len, Scheduler.tree_cache.evict": {"max_req_len": None, "tree_cache": object()},
     "MEMSAVER_KV_CACHE_PIECE=32MiB": {"piece": 0},
     "those of a SWATokenToKVPoolAllocator": {"allocator": "SWATokenToKVPoolAllocator"},
-    "in a HiRadixCache": {"cache": "HiRadixCache"},
+    "in a HiMambaRadixCache": {"cache": "HiMambaRadixCache"},
     "in a StreamingSession": {"cache": "StreamingSession"},
     "a hierarchical cache": {"cache_controller": object()},
     "copied to other memory": {"linker": object()},

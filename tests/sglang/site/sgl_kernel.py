@@ -46,6 +46,54 @@ def _gather_without_operators(state: Any) -> None:
     group.reduce_scatter_tensor = group._reduce_scatter_tensor
 
 
+# So does the hierarchical cache: its kernel and its events are replaced.
+
+
+class _Event:
+    """Of a copy that ends once SGLang has looked for ends three times."""
+
+    looks = 0
+
+    def __init__(self, **_named: object) -> None:
+        self._recorded = -3
+
+    def query(self) -> bool:
+        _Event.looks += 1
+        return _Event.looks >= self._recorded + 3
+
+    def record(self, *_arguments: object) -> None:
+        self._recorded = _Event.looks
+
+    def wait(self, *_arguments: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, _end: object) -> float:
+        return 0.0
+
+
+def _copy_pages(
+    src_layers: list[torch.Tensor],
+    dst_layers: list[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]
+
+
+def _use_plain_memory(common: Any) -> None:
+    common._cuda_host_register = lambda _buffer: None
+
+
+def _copy_directly(host: Any) -> None:
+    host.transfer_kv_direct = _copy_pages
+
+
+torch.cpu.Event = _Event
+when_imported("sglang.srt.mem_cache.pool_host.common", _use_plain_memory)
+when_imported("sglang.srt.mem_cache.pool_host.mha", _copy_directly)
 when_imported("sglang.srt.distributed.parallel_state", _gather_without_operators)
 when_imported("sglang.srt.model_executor.forward_batch_info", _use_pageable_memory)
 when_imported("sglang.srt.layers.attention.torch_native_backend", _pad_sequences)

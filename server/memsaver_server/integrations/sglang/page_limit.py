@@ -15,9 +15,10 @@ from memsaver_core.compat.patching import Function, wrap
 from memsaver_core.resizing import KV_CACHE, behind
 from memsaver_server.integrations.adapter.engine import lacking
 
-#: The allocators with a single list of free pages, and the prefix caches whose pages are all on the device.
+#: The allocators with a single list of free pages, and the prefix caches in which every page is a request's, a prefix
+#: which can be forgotten, or is copied from or to host memory.
 ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
-PREFIXES = ("ChunkCache", "RadixCache", "UnifiedRadixCache")
+PREFIXES = ("ChunkCache", "HiRadixCache", "RadixCache", "UnifiedRadixCache")
 #: What a pool of pages calls the tensors of its layers.
 BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")
 #: The parts of a ``Scheduler`` that have a copy of its ``max_total_num_tokens``.
@@ -149,9 +150,19 @@ class SchedulerPages(PageLimit):
                     gauge.labels(**gauges.labels).set(value)
 
     def _used(self) -> torch.Tensor:
-        """Return the pages that requests in flight use, in order."""
-        tokens = [tokens for _, tokens in self._tables()]
+        """Return the pages that requests in flight use, or that are copied from or to host memory, in order."""
+        tokens = [*(tokens for _, tokens in self._tables()), *self._in_transfer()]
         return torch.unique(torch.cat(tokens) // self._page_tokens) if tokens else self._held[:0]
+
+    def _in_transfer(self) -> Iterator[torch.Tensor]:
+        """Yield the places of tokens that a hierarchical cache copies, and of those before them, which it locks."""
+        cache = self._own.tree_cache
+        writes, loads = (getattr(cache, name, {}) for name in ("ongoing_write_through", "ongoing_load_back"))
+        for node in (*(node for node, *_ in writes.values()), *loads.values()):
+            while node is not None:
+                if node.value is not None and len(node.value):
+                    yield node.value
+                node = node.parent
 
     def _tables(self) -> Iterator[tuple[Any, torch.Tensor]]:
         """Yield the requests in flight with where each of their tokens is in the cache."""
@@ -178,8 +189,8 @@ def obstacle(own: Any, pipeline: int, pools: Iterable[Any]) -> str:
     if (kind := type(allocator).__name__) not in ALLOCATORS:
         return f"its pages are those of a {kind} (sliding windows, for example), of which several lists are free"
     if (kind := type(cache).__name__) not in PREFIXES:
-        return f"its prefixes are in a {kind}, which may have pages in use or in transfer that no request has"
-    if getattr(cache, "cache_controller", None) or getattr(cache, "linker", None):
+        return f"its prefixes are in a {kind}, which may have pages in use that no request has"
+    if kind != "HiRadixCache" and (getattr(cache, "cache_controller", None) or getattr(cache, "linker", None)):
         return "its prefixes are copied to other memory (a hierarchical cache); start SGLang without that"
     if getattr(cache, "enable_session_radix_cache", False):
         return "sessions hold pages between requests; start SGLang without --enable-session-radix-cache"
