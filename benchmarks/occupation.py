@@ -36,7 +36,7 @@ def work(library: str, case: str, count: int, nbytes: int, repeats: int, rest: f
         [*command, str(count), str(nbytes), str(repeats), str(rest)],
         capture_output=True,
         text=True,
-        env={**os.environ, "MEMSAVER_PREPARE_BACKUP": str(int(library != "memsaver"))},  # it does so itself
+        env={**os.environ, "MEMSAVER_PREPARE_BACKUP": "0"},  # the workers prepare where the case says so
         check=False,
     )
     lines = [line for line in process.stdout.splitlines() if line.startswith("RESULT ")]

@@ -18,7 +18,6 @@ from memsaver_core import _native, process
 from memsaver_core.compat.torch_memory_saver import TorchMemorySaver, state, torch_memory_saver
 from memsaver_core.compat.torch_memory_saver import testing_utils as testing
 from memsaver_core.compat.torch_memory_saver.utils import change_env, get_binary_path_from_package
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host driver's regions")
 
@@ -57,19 +56,6 @@ def test_pause_gives_memory_back_and_resume_brings_it_to_the_same_address(tag: s
     assert tensor.data_ptr() == address
     tensor.fill_(3)
     assert bool((tensor == 3).all())
-
-
-def test_host_memory_for_the_first_pause_is_made_before_it(tag: str) -> None:
-    nbytes = ms.status().host_backup.capacity_bytes + 64 * MIB
-    with torch_memory_saver.region(tag, enable_cpu_backup=True):
-        tensor = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-    expected = tensor.clone()
-    wait_until(lambda: ms.status().host_backup.prepared)
-    made = ms.status().host_backup.capacity_bytes
-    torch_memory_saver.pause(tag)
-    assert ms.status().host_backup.capacity_bytes == made
-    torch_memory_saver.resume(tag)
-    assert torch.equal(tensor, expected)
 
 
 def test_one_tag_with_several_kinds_of_backup(tag: str, tmp_path: Path) -> None:

@@ -50,9 +50,8 @@ class TorchMemorySaver:
 
         Args:
             tag: any name.
-            enable_cpu_backup: keep the content in host memory while paused. Unless ``mmap`` was asked for, that memory
-                is pinned in the background from the end of the region on. Without a backup, content is undefined after
-                a resume (under the tags ``kv_cache`` and ``workspace``: zeros).
+            enable_cpu_backup: keep the content in host memory while paused. Without a backup, content is undefined
+                after a resume (under the tags ``kv_cache`` and ``workspace``: zeros).
             enable_disk_backup: keep the content on disk instead, in ``TMS_DISK_BACKUP_DIR``.
             cpu_backup_backend: ``pinned`` or ``mmap``; both are pinned memory. Once ``mmap`` was asked for, each resume
                 returns after the memory of its backups is unmapped.
@@ -66,8 +65,6 @@ class TorchMemorySaver:
         with ms.region(tag, restore=restore, chunk_bytes=piece_bytes(tag)), wrapper.cdll.own_region():
             wrapper.set_config(tag, True, enable_cpu_backup, cpu_backup_backend, enable_disk_backup)
             yield
-        if enable_cpu_backup:
-            state.this_process.prepare()
 
     @contextmanager
     def cuda_graph(

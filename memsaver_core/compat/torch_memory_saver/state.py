@@ -16,7 +16,7 @@ from typing import Any
 import memsaver_core as ms
 from memsaver_core import _native, process
 from memsaver_core.compat.torch_memory_saver.utils import set_variable
-from memsaver_core.contract.errors import ConfigurationError, MemsaverError, UnknownTagError
+from memsaver_core.contract.errors import ConfigurationError, UnknownTagError
 from memsaver_core.contract.policies import ZEROED_TAGS
 
 logger = logging.getLogger("memsaver")
@@ -171,16 +171,6 @@ class State:
                     set_disk_folder(folder)
                 process.saver()
             self._initialized = True
-
-    def prepare(self) -> None:
-        """Pin host memory for the first pause in the background, unless ``mmap`` was asked for: then pauses take it. A
-        first pause that is not prepared is slower, and packs nothing. An error is logged."""
-        if self.frees_at_once:
-            return
-        try:
-            ms.prepare_backup()
-        except MemsaverError as error:
-            logger.warning("host memory for the first pause is not prepared: %s", error)
 
     def pause(self, tag: str | None) -> None:
         """Release a tag, or all if it is None or empty. An unknown tag is ignored."""
