@@ -45,6 +45,8 @@ FRAMEWORKS = {
 }
 #: Of the engine's resume, what the trainer's release does not cover.
 REST = "engine resumes the rest"
+#: In each of the four sequences of a step.
+TOKENS = 512
 PARTS = ("engine releases", "trainer resumes", "training", "trainer releases", REST)
 #: How a line of a child begins that answers: torch and torch_memory_saver print, too.
 ANSWER = "ANSWER "
@@ -162,9 +164,8 @@ class Megatron:
             normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0, attention_dropout=0,
             bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, gradient_accumulation_fusion=False,
         )  # fmt: skip
-        vocabulary, self._length = shape["vocab_size"], 512
         model = GPTModel(
-            config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocabulary, self._length,
+            config, get_gpt_layer_local_spec(normalization="RMSNorm"), shape["vocab_size"], TOKENS,
             position_embedding_type="rope", share_embeddings_and_output_weights=True,
         )  # fmt: skip
         settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
@@ -311,7 +312,7 @@ def start_trainer(stack: ExitStack, mode: str, options: argparse.Namespace) -> C
             [sys.executable, "-c", find], env={**os.environ, **environment}, capture_output=True, text=True, check=True
         )
         environment["LD_PRELOAD"] = found.stdout.strip()
-    tokens = 16 if options.tiny else 512
+    tokens = 16 if options.tiny else TOKENS
     return Child(stack, "trainer", options.framework, mode, shape, folder, str(tokens), **environment)
 
 

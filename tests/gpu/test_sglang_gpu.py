@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from tests.engine_server import COUNTS
 from tests.gpu import engines
 from tests.gpu.children import two_devices
 from tests.sglang import checkpoint
-from tests.sglang.server import ARGUMENTS, Server
+from tests.sglang.server import ARGUMENTS, Server, has_hi_radix_cache
 
 DENSE = {**checkpoint.QWEN, **checkpoint.WIDE}
 EXPERTS = {**checkpoint.MIXTRAL, **checkpoint.WIDE}
@@ -170,6 +169,8 @@ def test_speculation(start: Start, tmp_path: Path, algorithm: str) -> None:
 
 #: A cache of 64 MiB a tensor, 131,072 tokens, in small pieces.
 ELASTIC = ("--max-total-tokens", str(131_072), "--enable-metrics")
+#: With another first token it is another prompt.
+LONG = [(7919 * (place + 3)) % 1000 + 10 for place in range(3900)]
 PIECES = {"MEMSAVER_KV_CACHE_PIECE": "2MiB", **RELEASED}
 
 
@@ -187,7 +188,7 @@ def fill(server: GpuServer) -> None:
     """Have prefixes in more than half of the cache, so that requests that begin now are behind."""
     server.own("/flush_cache")
     for number in range(18):
-        server.generate(1, [10 + number, *((7919 * (place + 3)) % 1000 + 10 for place in range(3900))])
+        server.generate(1, [10 + number, *LONG])
 
 
 def check_sizes(server: GpuServer, answers: Callable[[], Any], check: Callable[..., None] = check) -> None:
@@ -235,17 +236,15 @@ def test_a_cache_of_any_size(start: Start, arguments: tuple[str, ...]) -> None:
     check_sizes(server, server.answers)
 
 
-@pytest.mark.skipif(
-    not MISSING and find_spec("sglang.srt.mem_cache.hiradix_cache") is None,
-    reason="its hierarchical cache is a UnifiedRadixCache",
-)
 def test_a_hierarchical_cache_of_any_size(start: Start) -> None:
     """A prefix whose pages went is copied from host memory when it comes again."""
+    if not has_hi_radix_cache():
+        pytest.skip("its hierarchical cache is a UnifiedRadixCache")
     hierarchical = ("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-write-policy", "write_through")
     server = start(*ELASTIC, *hierarchical, **PIECES)
     check_sizes(server, server.answers, GpuServer.check_cycles)
     fill(server)
-    prompt = [10, *((7919 * (place + 3)) % 1000 + 10 for place in range(3900))]
+    prompt = [10, *LONG]
     before = server.generate(8, prompt)
     server.service("/kv_cache", {"fraction": 0.2})
     again = server.request(8, prompt).json()

@@ -16,7 +16,7 @@ import pytest
 from tests.engine_server import COUNTS, prompts
 
 from .conftest import Start
-from .server import ANSWER_S, ENVIRONMENT, Server, source
+from .server import ANSWER_S, ENVIRONMENT, Server, has_hi_radix_cache, source
 
 SIZE = 16384
 #: With another first token it is another prompt.
@@ -230,7 +230,7 @@ def test_pages_of_several_tokens_without_prefixes(start: Start) -> None:
 
 def test_prefixes_in_host_memory(start: Start) -> None:
     """A prefix whose pages went is copied back when it comes again."""
-    if "HiRadixCache" not in source("mem_cache/registry.py"):
+    if not has_hi_radix_cache():
         pytest.skip("its hierarchical cache is a UnifiedRadixCache")
     server = start(
         "--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-write-policy", "write_through",
