@@ -56,7 +56,7 @@ class Rank:
         try:
             request = REQUESTS.decode(message)
             if self.enabled():
-                with self._progress.answering():
+                with self.progress.answering():
                     result = self.carry_out(request)
             else:
                 result = Introduction() if isinstance(request, protocol.Introduce) else None
@@ -77,7 +77,7 @@ class Rank:
         match request:
             case protocol.Introduce():
                 obstacles = tuple(hibernation.obstacles(suspending=True))
-                return Introduction(ms.read_devices(), obstacles, os.getpid(), self._progress.location)
+                return Introduction(ms.read_devices(), obstacles, os.getpid(), self.progress.location)
             case protocol.Prepare("release", memory, exact):
                 return plan_release(memory, exact=exact)
             case protocol.Prepare("resume", memory):
@@ -132,14 +132,14 @@ class Rank:
         """Run ``operate(log=...)``; meanwhile the progress record shows its progress."""
         log = ms.PhaseLog(read_devices)
         try:
-            with self._progress.following(log):
+            with self.progress.following(log):
                 return operate(log=log)
         except Exception:
             self._failed_phase = log.failed
             raise
 
     @functools.cached_property
-    def _progress(self) -> ProgressRecord:
+    def progress(self) -> ProgressRecord:
         return ProgressRecord()
 
     def _communicate(self, request: protocol.MoveCommunicators) -> OperationReport:

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -189,7 +189,7 @@ def _tags_cache_alone(runner: Any) -> bool:
 
 def _asleep(sleep: Function, self: Any, level: int = 1) -> None:
     """Sleep without saving the buffers of weights that are released already; vLLM has saved them before."""
-    with _rank.sleeping():
+    with _rank.progress.answering():  # the service sees that this rank is at work
         sleep(self, 1 if level == 2 and weights_are_released() else level)
 
 
@@ -258,10 +258,6 @@ class _WorkerRank(Rank):
             self._outcome = self.release_own(options)
         except Exception as error:
             self._outcome = Failure.of(error, self._failed_phase)
-
-    def sleeping(self) -> AbstractContextManager[None]:
-        """Report to the service that this rank is at work while it is put to sleep inside the block."""
-        return self._progress.answering()
 
     def _take_outcome(self) -> Result:
         vllm_allocator().override = None
