@@ -20,7 +20,8 @@ class DigestQueue {
   // Bytes per CUDA thread block: 256 KiB fill the device from a few dozen MiB on, and keep the table of items small
   // (24 bytes each, which the device reads from host memory).
   inline static const std::size_t kItemBytes = std::max<std::size_t>(kSizeUnit / 4, 4096);
-  static constexpr std::size_t kSlotItems = 8192;  // 2 GiB in whole items
+  static constexpr std::size_t kSlotItems = 8192;
+  inline static const std::size_t kSlotBytes = kSlotItems * kItemBytes;  // 2 GiB
   static constexpr std::size_t kSlots = 3;
 
   // Jobs that are digested at once.
@@ -55,8 +56,8 @@ class DigestQueue {
   [[nodiscard]] bool full() const { return batches_.size() == kSlots; }
   [[nodiscard]] bool empty() const { return batches_.empty(); }
 
-  // Starts to digest a batch. Only while not full(); the extents must live until it is collected. Throws driver errors:
-  // nothing is under way for it.
+  // Starts to digest a batch of at most kSlotItems items. Only while not full(); the extents must live until it is
+  // collected. Throws driver errors: nothing is under way for it.
   void submit(const std::vector<DigestJob>& jobs) {
     Submitted batch{idle_.back(), {}, {}};
     std::size_t count = 0;

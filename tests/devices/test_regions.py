@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import memsaver_core as ms
-from memsaver_core import process
+from memsaver_core import _native, process
 from tests.programs import run_python
 
 MIB = 1 << 20
@@ -158,6 +158,13 @@ def test_a_region_holds_what_is_allocated_inside_it(tag: str, device: str) -> No
     assert [owned(each) for each in (first, inner, view_of_first, last)] == [True] * 4
     assert view_of_first.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
     assert (bytes_of(tag + "-outer"), bytes_of(tag + "-inner")) == expected
+
+
+def test_digest_of_more_than_is_digested_at_once(device: str) -> None:
+    data = torch.arange(257 * MIB, device=device)  # 2 GiB and a little more
+    process.saver().synchronize()
+    key = (1, 2, 3, 4)
+    assert process.saver().digest(0, data.data_ptr(), data.nbytes, key) == _native.digest_of(data.cpu().numpy(), key)
 
 
 @pytest.mark.parametrize("state", ["resident", "released", "resumed"])
