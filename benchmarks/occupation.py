@@ -32,11 +32,12 @@ def work(library: str, case: str, count: int, nbytes: int, repeats: int, rest: f
     """Run one worker and return what it measured."""
     print(f"  {library}, {case}, {nbytes / GIB:g} GiB in {count} ...", file=sys.stderr, flush=True)
     command = [sys.executable, str(Path(__file__).with_name("_workers.py")), library, case]
+    prepared = str(int((library, case) == ("memsaver", "host")))
     process = subprocess.run(
         [*command, str(count), str(nbytes), str(repeats), str(rest)],
         capture_output=True,
         text=True,
-        env={**os.environ, "MEMSAVER_PREPARE_BACKUP": "0"},  # the workers prepare where the case says so
+        env={**os.environ, "MEMSAVER_PREPARE_BACKUP": prepared},
         check=False,
     )
     lines = [line for line in process.stdout.splitlines() if line.startswith("RESULT ")]

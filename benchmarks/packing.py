@@ -117,7 +117,7 @@ def run(kind: str, pack: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure in a process of its own."""
     print(f"  {kind}, {pack} ...", file=sys.stderr, flush=True)
     arguments = [str(parse_size(options.bytes)), str(options.repeats), str(options.rest)]
-    environment = {**os.environ, "MEMSAVER_PACK": pack, "MEMSAVER_PREPARE_BACKUP": "0"}
+    environment = {**os.environ, "MEMSAVER_PACK": pack}
     process = subprocess.run(
         [sys.executable, __file__, "--worker", kind, *arguments], capture_output=True, text=True, env=environment
     )

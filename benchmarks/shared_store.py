@@ -117,7 +117,7 @@ class Replicas:
         return self._ask(self._processes, order)
 
     def _started(self, rank: int, store: str, options: argparse.Namespace) -> subprocess.Popen[str]:
-        environment = {"MEMSAVER_SHARED_BACKUPS": store, "MEMSAVER_PACK": options.pack, "MEMSAVER_PREPARE_BACKUP": "0"}
+        environment = {"MEMSAVER_SHARED_BACKUPS": store, "MEMSAVER_PACK": options.pack}
         if not ON_GPU:
             environment["MEMSAVER_HOST_DEVICE"] = f"shared-store-{os.getpid()}-{rank}"
         return subprocess.Popen(
