@@ -14,10 +14,11 @@ from tests.engine_server import COUNTS
 from tests.gpu import engines
 from tests.gpu.children import two_devices
 from tests.sglang import checkpoint
-from tests.sglang.server import ARGUMENTS, Server, has_hi_radix_cache
+from tests.sglang.server import ARGUMENTS, Server
 
 DENSE = {**checkpoint.QWEN, **checkpoint.WIDE}
 EXPERTS = {**checkpoint.MIXTRAL, **checkpoint.WIDE}
+WINDOWS = {**checkpoint.MELLUM, **checkpoint.WIDE, "head_dim": 128}
 #: A cache of the rotary embedding of its own.
 DRAFT = {**DENSE, "max_position_embeddings": 8192}
 EAGLE = {**DENSE, **checkpoint.EAGLE}
@@ -238,8 +239,6 @@ def test_a_cache_of_any_size(start: Start, arguments: tuple[str, ...]) -> None:
 
 def test_a_hierarchical_cache_of_any_size(start: Start) -> None:
     """A prefix whose pages went is copied from host memory when it comes again."""
-    if not has_hi_radix_cache():
-        pytest.skip("its hierarchical cache is a UnifiedRadixCache")
     hierarchical = ("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-write-policy", "write_through")
     server = start(*ELASTIC, *hierarchical, **PIECES)
     check_sizes(server, server.answers, GpuServer.check_cycles)
@@ -251,6 +250,12 @@ def test_a_hierarchical_cache_of_any_size(start: Start) -> None:
     assert again["output_ids"] == before
     assert again["meta_info"]["cached_tokens"] > 3800
     server.service("/kv_cache", {"fraction": 1})
+
+
+def test_sliding_windows_with_a_cache_of_any_size(start: Start) -> None:
+    """The pages of the other layers go."""
+    server = start(*ELASTIC, config=WINDOWS, **PIECES)
+    check_sizes(server, server.answers)
 
 
 def test_a_draft_model_with_a_cache_of_any_size(start: Start, tmp_path: Path) -> None:

@@ -47,6 +47,22 @@ QWEN3 = {
     "attention_bias": False,
     "head_dim": 16,
 }
+#: A dense model with a sliding window in one of its layers.
+MELLUM = {
+    **QWEN3,
+    "architectures": ["MellumForCausalLM"],
+    "model_type": "mellum",
+    "layer_types": ["sliding_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "dense"],
+    "moe_intermediate_size": 128,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 1e6} for kind in ("sliding_attention", "full_attention")
+    },
+    "sliding_window": 512,
+    "tie_word_embeddings": False,
+}
 #: What makes either large enough for SGLang's kernels on a GPU; the heads are Qwen2-1.5B's.
 WIDE = {
     "hidden_size": 1536,
@@ -124,7 +140,7 @@ class _Weights:
             yield f"self_attn.{name}.weight", self._normal(rows, hidden)
             if self._config["model_type"] == "qwen2" and name != "o_proj":
                 yield f"self_attn.{name}.bias", self._normal(rows)
-        if self._config["model_type"] == "qwen3":
+        if "head_dim" in self._config:
             yield "self_attn.q_norm.weight", torch.ones(self._config["head_dim"])
             yield "self_attn.k_norm.weight", torch.ones(self._config["head_dim"])
         experts = self._config.get("num_local_experts", 0)

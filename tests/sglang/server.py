@@ -51,11 +51,6 @@ def source(path: str) -> str:
     return (Path(found.origin).parent / "srt" / path).read_text()
 
 
-def has_hi_radix_cache() -> bool:
-    """Whether the hierarchical cache is a HiRadixCache. That of newer versions is a UnifiedRadixCache."""
-    return "HiRadixCache" in source("mem_cache/registry.py")
-
-
 def binds_all_ranks() -> bool:
     """Whether SGLANG_CPU_OMP_THREADS_BIND lists processors for all ranks. Older versions expect those of one pipeline
     stage of one replica."""

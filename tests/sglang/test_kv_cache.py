@@ -9,14 +9,16 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine_server import COUNTS, prompts
 
+from . import checkpoint
 from .conftest import Start
-from .server import ANSWER_S, ENVIRONMENT, Server, has_hi_radix_cache, source
+from .server import ANSWER_S, ENVIRONMENT, Server, source
 
 SIZE = 16384
 #: With another first token it is another prompt.
@@ -228,13 +230,34 @@ def test_pages_of_several_tokens_without_prefixes(start: Start) -> None:
     assert [server.generate(300, prompt) for prompt in prompts(4)] == expected
 
 
+def test_a_model_with_sliding_windows(tmp_path: Path) -> None:
+    """The pages of its other layers go."""
+    model = checkpoint.write(tmp_path / "model", config=checkpoint.MELLUM)
+    server = Server(model, tmp_path / "log", MEMSAVER_KV_CACHE_PIECE="64KiB")
+    try:
+        server.wait_until_up()
+        expected, longer = fill(server), [server.generate(1500, prompt) for prompt in prompts(4)]
+        whole = cache(server)
+        assert whole["bytes"] == 2 * 2 * 16 * 4 * (SIZE + whole["page_tokens"])  # of one layer, fp32
+        for fraction in (0.5, 0.3, 1.0, 0.3):
+            server.service("/kv_cache", {"fraction": fraction})
+            running = server.in_background(4, 1500)
+            server.service("/kv_cache", {"fraction": 0.5, "mode": "preempt"})
+            assert [each.result(ANSWER_S) for each in running] == longer
+            assert [server.generate(8, [number, *LONG]) for number in (11, 12, 13)] == expected
+        server.own("/flush_cache")
+        assert cache(server)["used_bytes"] == 0
+        assert "memory leak" not in server.output()
+    finally:
+        server.close()
+
+
 def test_prefixes_in_host_memory(start: Start) -> None:
     """A prefix whose pages went is copied back when it comes again."""
-    if not has_hi_radix_cache():
-        pytest.skip("its hierarchical cache is a UnifiedRadixCache")
     server = start(
         "--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-write-policy", "write_through",
         "--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first", MEMSAVER_KV_CACHE_PIECE="64KiB",
+        SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND="rust",  # the default of versions that have one
     )  # fmt: skip
     expected, longer = fill(server), [server.generate(1500, prompt) for prompt in prompts(4)]
     for fraction in (0.5, 0.3, 1.0, 0.3):

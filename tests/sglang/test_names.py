@@ -48,8 +48,11 @@ def test_names_of_the_kv_cache() -> None:
     for name in ("continue_generation", "pause_generation"):
         assert f"def {name}(self, recv_req: " in scheduler
     assert "            self.max_req_len," in scheduler
-    allocators = [source(f"mem_cache/allocator/{each}.py") for each in ("base", "token", "paged")]
-    for name in page_limit.ALLOCATORS:
+    assert "self.full_tokens_per_layer = " in scheduler
+    allocators = [source(f"mem_cache/allocator/{each}.py") for each in ("base", "token", "paged", "swa")]
+    assert "self.full_attn_allocator = " in allocators[-1]
+    assert "self.full_kv_pool = " in source("mem_cache/swa_memory_pool.py")
+    for name in (*page_limit.ALLOCATORS, page_limit.WINDOWS):
         assert any(f"class {name}(" in each for each in allocators)
     assert "num_tokens: int = 0" in source("mem_cache/base_prefix_cache.py")
     assert "def get_alloc_reserve_per_decode(" in source("mem_cache/allocation_sizing.py")

@@ -14,11 +14,12 @@ REASONS: dict[str, dict[str, Any]] = {
     "": {"cache": "HiRadixCache", "cache_controller": object()},
     "has no Scheduler.max_req_len, Scheduler.tree_cache.evict": {"max_req_len": None, "tree_cache": object()},
     "MEMSAVER_KV_CACHE_PIECE=32MiB": {"piece": 0},
-    "those of a SWATokenToKVPoolAllocator": {"allocator": "SWATokenToKVPoolAllocator"},
+    "those of a PureSWATokenToKVPoolAllocator": {"allocator": "PureSWATokenToKVPoolAllocator"},
     "in a HiMambaRadixCache": {"cache": "HiMambaRadixCache"},
     "in a StreamingSession": {"cache": "StreamingSession"},
-    "a hierarchical cache": {"cache_controller": object()},
-    "copied to other memory": {"linker": object()},
+    "has no UnifiedRadixCache.ongoing_load_back": {"cache": "UnifiedRadixCache", "cache_controller": object()},
+    "to other stores": {"host_memory_mode": "buffer_only"},
+    "without a copy in host memory": {"linker": object()},
     "--enable-session-radix-cache": {"enable_session_radix_cache": True},
     "--pp-size": {"pipeline": 2},
     "a page is on several GPUs": {"kv_shard_widening": 2},
@@ -33,7 +34,7 @@ def thing(name: str, **attributes: Any) -> Any:
 
 def scheduler(given: dict[str, Any]) -> Any:
     free = SimpleNamespace(max_total_num_tokens=64)
-    names = ("cache_controller", "linker", "enable_session_radix_cache")
+    names = ("cache_controller", "host_memory_mode", "linker", "enable_session_radix_cache")
     of_cache = {name: given[name] for name in names if name in given}
     own = SimpleNamespace(
         **dict.fromkeys(page_limit.OBSERVERS, free),

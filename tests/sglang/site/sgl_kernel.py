@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from memsaver_core.compat.patching import when_imported
+from memsaver_core.compat.patching import Function, when_imported, wrap
 
 
 def __getattr__(name: str) -> object:
@@ -84,11 +84,29 @@ def _copy_pages(
 
 
 def _use_plain_memory(common: Any) -> None:
-    common._cuda_host_register = lambda _buffer: None
+    common._cuda_host_register = lambda *_buffer: None
 
 
 def _copy_directly(host: Any) -> None:
     host.transfer_kv_direct = _copy_pages
+
+
+# torch's attention writes the pages of sliding windows, and reads those that other layers have in their place.
+
+
+def _read_windows(attention: Any) -> None:
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        wrap(attention.TorchNativeAttnBackend, name, _with_windows)
+
+
+def _with_windows(
+    run: Function, backend: Any, query: Any, output: Any, keys: Any, values: Any, table: Any, rows: Any,
+    *arguments: Any, sliding_window_size: int | None = None, **named: Any,
+) -> Any:  # fmt: skip
+    if sliding_window_size is not None:
+        table, rows = backend.token_to_kv_pool.translate_loc_from_full_to_swa(table[rows]), torch.arange(len(rows))
+    named["sliding_window_size"] = sliding_window_size
+    return run(backend, query, output, keys, values, table, rows, *arguments, **named)
 
 
 torch.cpu.Event = _Event
@@ -97,4 +115,5 @@ when_imported("sglang.srt.mem_cache.pool_host.mha", _copy_directly)
 when_imported("sglang.srt.distributed.parallel_state", _gather_without_operators)
 when_imported("sglang.srt.model_executor.forward_batch_info", _use_pageable_memory)
 when_imported("sglang.srt.layers.attention.torch_native_backend", _pad_sequences)
+when_imported("sglang.srt.layers.attention.torch_native_backend", _read_windows)
 when_imported("sglang.srt.layers.dp_attention", _copy_tokens)

@@ -19,15 +19,22 @@ from memsaver_server.integrations.adapter.engine import lacking
 #: which can be forgotten, or is copied from or to host memory.
 ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 PREFIXES = ("ChunkCache", "HiRadixCache", "RadixCache", "UnifiedRadixCache")
+#: The allocator that has two of those: the pages of layers with sliding windows stay as they are.
+WINDOWS = "SWATokenToKVPoolAllocator"
 #: What a pool of pages calls the tensors of its layers.
 BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")
-#: The parts of a ``Scheduler`` that have a copy of its ``max_total_num_tokens``.
+#: The names by which a ``Scheduler`` and its parts have the tokens of all pages, and the parts that have them.
+SIZES = ("max_total_num_tokens", "full_tokens_per_layer")
 OBSERVERS = ("invariant_checker", "kv_events_publisher", "load_inquirer", "pool_stats_observer")
 #: What a ``Scheduler`` must have.
 NAMES = (
     *(f"{name}.max_total_num_tokens" for name in OBSERVERS), "continue_generation", "max_req_len",
     "max_total_num_tokens", "pause_generation", "req_to_token_pool.req_to_token", "token_to_kv_pool_allocator.size",
     "token_to_kv_pool_allocator.free_pages", "token_to_kv_pool_allocator.merge_and_sort_free", "tree_cache.evict",
+)  # fmt: skip
+#: What a ``UnifiedRadixCache`` must have, too, if it is hierarchical.
+COPIES = (
+    "ongoing_load_back", "ongoing_write_through", "tree_core.collect_path_info", "tree_core.get_component_device_value",
 )  # fmt: skip
 
 
@@ -40,8 +47,9 @@ class SchedulerPages(PageLimit):
         self._own = own
         self._running = running
         self._buffers = [each for pool in pools for each in buffers(pool)]
-        self._allocator = allocator = own.token_to_kv_pool_allocator
-        self._size = int(own.max_total_num_tokens)
+        self._allocator = allocator = pages_of(own)
+        parts = (own, *(getattr(own, name) for name in OBSERVERS))
+        self._sizes = [(each, name, size) for each in parts for name in SIZES if (size := getattr(each, name, None))]
         self._held: torch.Tensor = allocator.free_pages[:0]
         self._stale = False  # whether the table may name pages that have no memory any more
         cache = importlib.import_module("sglang.srt.mem_cache.base_prefix_cache")
@@ -140,11 +148,10 @@ class SchedulerPages(PageLimit):
         self._note_size()
 
     def _note_size(self) -> None:
-        own = self._own
-        size = self._size - len(self._held) * self._page_tokens
-        for each in (own, *(getattr(own, name) for name in OBSERVERS)):
-            object.__setattr__(each, "max_total_num_tokens", size)  # some are frozen
-        if (gauges := getattr(own, "metrics_collector", None)) is not None:
+        for each, name, size in self._sizes:
+            object.__setattr__(each, name, size - len(self._held) * self._page_tokens)  # some are frozen
+        if (gauges := getattr(self._own, "metrics_collector", None)) is not None:
+            size = self._own.max_total_num_tokens
             for name, value in (("max_total_num_tokens", size), ("num_pages", size // self._page_tokens)):
                 if (gauge := getattr(gauges, name, None)) is not None:
                     gauge.labels(**gauges.labels).set(value)
@@ -158,6 +165,13 @@ class SchedulerPages(PageLimit):
         """Yield the places of tokens that a hierarchical cache copies, and of those before them, which it locks."""
         cache = self._own.tree_cache
         writes, loads = (getattr(cache, name, {}) for name in ("ongoing_write_through", "ongoing_load_back"))
+        if (core := getattr(cache, "tree_core", None)) is not None:
+            full = importlib.import_module("sglang.srt.mem_cache.unified_cache.component_type").ComponentType.FULL
+            copied = [each.node_id for each in (*writes.values(), *loads.values())]
+            nodes = {node.node_id for path in (core.collect_path_info(copied) if copied else ()) for node in path}
+            values = (core.get_component_device_value(each, full) for each in nodes)
+            yield from (value for value in values if value is not None)
+            return
         for node in (*(node for node, *_ in writes.values()), *loads.values()):
             while node is not None:
                 if node.value is not None and len(node.value):
@@ -174,8 +188,15 @@ class SchedulerPages(PageLimit):
                 yield request, table[row, : request.kv.kv_allocated_len]
 
 
+def pages_of(own: Any) -> Any:
+    """Return the allocator of the pages that are limited."""
+    allocator = own.token_to_kv_pool_allocator
+    return allocator.full_attn_allocator if type(allocator).__name__ == WINDOWS else allocator
+
+
 def buffers(pool: Any) -> list[torch.Tensor]:
-    """Return the tensors of each layer's keys and values."""
+    """Return the tensors of each layer's keys and values, without those of layers with sliding windows."""
+    pool = pool.full_kv_pool if hasattr(pool, "swa_kv_pool") else pool
     return [each for name in BUFFERS for each in getattr(pool, name, None) or ()]
 
 
@@ -185,13 +206,16 @@ def obstacle(own: Any, pipeline: int, pools: Iterable[Any]) -> str:
         return f"this version of SGLang has no {', '.join(missing)}"
     if not ms.core_settings().kv_cache_piece:
         return "start SGLang with MEMSAVER_KV_CACHE_PIECE=32MiB"
-    allocator, cache = own.token_to_kv_pool_allocator, own.tree_cache
-    if (kind := type(allocator).__name__) not in ALLOCATORS:
-        return f"its pages are those of a {kind} (sliding windows, for example), of which several lists are free"
+    cache = own.tree_cache
+    if (kind := type(pages_of(own)).__name__) not in ALLOCATORS:
+        return f"its pages are those of a {kind}, of which it is not known how they are handed out"
     if (kind := type(cache).__name__) not in PREFIXES:
         return f"its prefixes are in a {kind}, which may have pages in use that no request has"
-    if kind != "HiRadixCache" and (getattr(cache, "cache_controller", None) or getattr(cache, "linker", None)):
-        return "its prefixes are copied to other memory (a hierarchical cache); start SGLang without that"
+    if getattr(cache, "linker", None) or getattr(cache, "host_memory_mode", "") == "buffer_only":
+        return "its prefixes are copied to other stores without a copy in host memory; start SGLang without that"
+    copies = COPIES if kind == "UnifiedRadixCache" and getattr(cache, "cache_controller", None) else ()
+    if missing := lacking(cache, copies, kind):
+        return f"this version of SGLang has no {', '.join(missing)}; start it without a hierarchical cache"
     if getattr(cache, "enable_session_radix_cache", False):
         return "sessions hold pages between requests; start SGLang without --enable-session-radix-cache"
     if pipeline > 1:
