@@ -19,6 +19,7 @@ from tests.sglang.server import ARGUMENTS, Server
 DENSE = {**checkpoint.QWEN, **checkpoint.WIDE}
 EXPERTS = {**checkpoint.MIXTRAL, **checkpoint.WIDE}
 WINDOWS = {**checkpoint.MELLUM, **checkpoint.WIDE, "head_dim": 128}
+STATES = {**checkpoint.LFM2, **checkpoint.WIDE, "head_dim": 128}
 #: A cache of the rotary embedding of its own.
 DRAFT = {**DENSE, "max_position_embeddings": 8192}
 EAGLE = {**DENSE, **checkpoint.EAGLE}
@@ -252,9 +253,10 @@ def test_a_hierarchical_cache_of_any_size(start: Start) -> None:
     server.service("/kv_cache", {"fraction": 1})
 
 
-def test_sliding_windows_with_a_cache_of_any_size(start: Start) -> None:
-    """The pages of the other layers go."""
-    server = start(*ELASTIC, config=WINDOWS, **PIECES)
+@pytest.mark.parametrize("config", [WINDOWS, STATES], ids=["sliding windows", "states"])
+def test_layers_with_other_pages_and_a_cache_of_any_size(start: Start, config: dict[str, Any]) -> None:
+    """The pages of the others go."""
+    server = start(*ELASTIC, "--max-mamba-cache-size", "64", config=config, **PIECES)
     check_sizes(server, server.answers)
 
 

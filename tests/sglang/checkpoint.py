@@ -63,6 +63,18 @@ MELLUM = {
     "sliding_window": 512,
     "tie_word_embeddings": False,
 }
+#: A model that has the states of a convolution in one of its layers.
+LFM2 = {
+    **QWEN,
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "block_auto_adjust_ff_dim": False,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "head_dim": 16,
+    "layer_types": ["conv", "full_attention"],
+    "norm_eps": 1e-5,
+}
 #: What makes either large enough for SGLang's kernels on a GPU; the heads are Qwen2-1.5B's.
 WIDE = {
     "hidden_size": 1536,
@@ -109,14 +121,16 @@ class _Weights:
         self._hidden: int = config["hidden_size"]
         self._kv = self._hidden // config["num_attention_heads"] * config["num_key_value_heads"]
         self._scale = 3.2 / self._hidden**0.5
+        self._is_lfm2 = config["model_type"] == "lfm2"
 
     def of_model(self) -> Named:
         yield "model.embed_tokens.weight", self._normal(self._config["vocab_size"], self._hidden)
-        yield "model.norm.weight", torch.ones(self._hidden)
+        yield f"model.{'embedding_norm' if self._is_lfm2 else 'norm'}.weight", torch.ones(self._hidden)
         if not self._config["tie_word_embeddings"]:
             yield "lm_head.weight", self._normal(self._config["vocab_size"], self._hidden)
         for number in range(self._config["num_hidden_layers"]):
-            for name, tensor in self._layer():
+            kinds = self._config.get("layer_types", ())
+            for name, tensor in self._layer_of_lfm2(kinds[number]) if self._is_lfm2 else self._layer():
                 yield f"model.layers.{number}.{name}", tensor
 
     def of_draft(self) -> Named:
@@ -153,6 +167,22 @@ class _Weights:
                 yield name.format(part), self._normal(*shape)
         yield "input_layernorm.weight", torch.ones(hidden)
         yield "post_attention_layernorm.weight", torch.ones(hidden)
+
+    def _layer_of_lfm2(self, kind: str) -> Named:
+        hidden, ffn = self._hidden, self._config["intermediate_size"]
+        if kind == "conv":
+            yield "conv.in_proj.weight", self._normal(3 * hidden, hidden)
+            yield "conv.conv.weight", self._normal(hidden, 1, self._config["conv_L_cache"])
+            yield "conv.out_proj.weight", self._normal(hidden, hidden)
+        else:
+            for name, rows in (("q_proj", hidden), ("k_proj", self._kv), ("v_proj", self._kv), ("out_proj", hidden)):
+                yield f"self_attn.{name}.weight", self._normal(rows, hidden)
+            for name in ("q_layernorm", "k_layernorm"):
+                yield f"self_attn.{name}.weight", torch.ones(self._config["head_dim"])
+        for name, shape in (("w1", (ffn, hidden)), ("w3", (ffn, hidden)), ("w2", (hidden, ffn))):
+            yield f"feed_forward.{name}.weight", self._normal(*shape)
+        for name in ("operator_norm", "ffn_norm"):
+            yield f"{name}.weight", torch.ones(hidden)
 
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self._random) * self._scale

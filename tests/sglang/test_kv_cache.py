@@ -230,10 +230,17 @@ def test_pages_of_several_tokens_without_prefixes(start: Start) -> None:
     assert [server.generate(300, prompt) for prompt in prompts(4)] == expected
 
 
-def test_a_model_with_sliding_windows(tmp_path: Path) -> None:
-    """The pages of its other layers go."""
-    model = checkpoint.write(tmp_path / "model", config=checkpoint.MELLUM)
-    server = Server(model, tmp_path / "log", MEMSAVER_KV_CACHE_PIECE="64KiB")
+@pytest.mark.parametrize(
+    ("config", "arguments"),
+    [(checkpoint.MELLUM, ()), (checkpoint.LFM2, ("--max-mamba-cache-size", "64", "--max-running-requests", "8"))],
+    ids=["sliding windows", "states"],
+)
+def test_a_model_of_which_some_layers_have_other_pages(
+    config: dict[str, Any], arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The pages of the others go."""
+    model = checkpoint.write(tmp_path / "model", config=config)
+    server = Server(model, tmp_path / "log", *arguments, MEMSAVER_KV_CACHE_PIECE="64KiB")
     try:
         server.wait_until_up()
         expected, longer = fill(server), [server.generate(1500, prompt) for prompt in prompts(4)]

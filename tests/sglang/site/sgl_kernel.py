@@ -1,6 +1,7 @@
 """In the place of SGLang's kernels for CPUs, which are in no package. SGLang imports some names at its start;
 without AMX it computes with torch, and calls none of them."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -109,7 +110,41 @@ def _with_windows(
     return run(backend, query, output, keys, values, table, rows, *arguments, **named)
 
 
+# Convolutions whose states are kept, of which SGLang has only kernels for GPUs.
+
+
+def _convolve(x: Any, weight: Any, bias: Any, states: Any, slot: Any, begins: bool) -> Any:
+    """``x`` is (channels, tokens), ``states`` (slots, channels, width - 1)."""
+    before = torch.zeros_like(states[slot]) if begins else states[slot]
+    whole = torch.cat((before, x.to(before.dtype)), 1)
+    states[slot] = whole[:, x.shape[1] :]
+    return torch.nn.functional.conv1d(whole[None].to(x.dtype), weight[:, None], bias, groups=len(weight))[0]
+
+
+def _convolve_prompts(
+    x: Any, weight: Any, bias: Any, *, query_start_loc: Any, cache_indices: Any, has_initial_state: Any,
+    conv_states: Any, **_named: Any,
+) -> Any:  # fmt: skip
+    sizes = query_start_loc.diff().tolist()
+    found = has_initial_state.tolist()
+    parts = zip(x[:, : sum(sizes)].split(sizes, 1), cache_indices.tolist(), found, strict=False)
+    return torch.cat([_convolve(part, weight, bias, conv_states, slot, not old) for part, slot, old in parts], 1)
+
+
+def _convolve_tokens(x: Any, conv_state: Any, weight: Any, bias: Any, *, conv_state_indices: Any, **_named: Any) -> Any:
+    parts = zip(x, conv_state_indices.tolist(), strict=True)
+    return torch.stack([_convolve(part[:, None], weight, bias, conv_state, slot, False)[:, 0] for part, slot in parts])
+
+
+def _convolve_without_kernels(model: Any) -> None:
+    model.causal_conv1d_fn, model.causal_conv1d_update = _convolve_prompts, _convolve_tokens
+
+
 torch.cpu.Event = _Event
+sys.modules[f"{__name__}.mamba"] = sys.modules[__name__]
+for operator in ("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu"):
+    setattr(torch.ops.sgl_kernel, operator, None)
+when_imported("sglang.srt.models.lfm2", _convolve_without_kernels)
 when_imported("sglang.srt.mem_cache.pool_host.common", _use_plain_memory)
 when_imported("sglang.srt.mem_cache.pool_host.mha", _copy_directly)
 when_imported("sglang.srt.distributed.parallel_state", _gather_without_operators)

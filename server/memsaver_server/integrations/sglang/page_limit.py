@@ -19,12 +19,12 @@ from memsaver_server.integrations.adapter.engine import lacking
 #: which can be forgotten, or is copied from or to host memory.
 ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 PREFIXES = ("ChunkCache", "HiRadixCache", "RadixCache", "UnifiedRadixCache")
-#: The allocator that has two of those: the pages of layers with sliding windows stay as they are.
+#: The allocator that has two of those, one of them for layers with sliding windows, whose pages stay.
 WINDOWS = "SWATokenToKVPoolAllocator"
 #: What a pool of pages calls the tensors of its layers.
 BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")
-#: The names by which a ``Scheduler`` and its parts have the tokens of all pages, and the parts that have them.
-SIZES = ("max_total_num_tokens", "full_tokens_per_layer")
+#: What the tokens of all pages are called in a ``Scheduler``, its allocator and these other parts of it.
+SIZES = ("max_total_num_tokens", "full_tokens_per_layer", "size")
 OBSERVERS = ("invariant_checker", "kv_events_publisher", "load_inquirer", "pool_stats_observer")
 #: What a ``Scheduler`` must have.
 NAMES = (
@@ -48,7 +48,7 @@ class SchedulerPages(PageLimit):
         self._running = running
         self._buffers = [each for pool in pools for each in buffers(pool)]
         self._allocator = allocator = pages_of(own)
-        parts = (own, *(getattr(own, name) for name in OBSERVERS))
+        parts = (own, *(getattr(own, name) for name in OBSERVERS), allocator)
         self._sizes = [(each, name, size) for each in parts for name in SIZES if (size := getattr(each, name, None))]
         self._held: torch.Tensor = allocator.free_pages[:0]
         self._stale = False  # whether the table may name pages that have no memory any more
@@ -123,8 +123,9 @@ class SchedulerPages(PageLimit):
         self._backed, self._stale = pages, True
 
     def _clear(self, clear: Function) -> None:
-        clear()
         self._held = self._held[:0]
+        self._note_size()  # it makes so many pages
+        clear()
         self._hold_free()
 
     def _note_computed(self, cache_unfinished_req: Function, req: Any, *args: Any, **kwargs: Any) -> None:
@@ -195,8 +196,8 @@ def pages_of(own: Any) -> Any:
 
 
 def buffers(pool: Any) -> list[torch.Tensor]:
-    """Return the tensors of each layer's keys and values, without those of layers with sliding windows."""
-    pool = pool.full_kv_pool if hasattr(pool, "swa_kv_pool") else pool
+    """Return the tensors of each layer's keys and values, without what layers with sliding windows or states have."""
+    pool = getattr(pool, "full_kv_pool", pool)
     return [each for name in BUFFERS for each in getattr(pool, name, None) or ()]
 
 
