@@ -54,7 +54,9 @@ def test_names_of_the_kv_cache() -> None:
     assert "self.full_kv_pool = " in source("mem_cache/swa_memory_pool.py")
     for name in (*page_limit.ALLOCATORS, page_limit.WINDOWS):
         assert any(f"class {name}(" in each for each in allocators)
-    assert "num_tokens: int = 0" in source("mem_cache/base_prefix_cache.py")
+    prefixes = source("mem_cache/base_prefix_cache.py")
+    assert "num_tokens: int = 0" in prefixes
+    assert sum(f"def {name}(" in prefixes for name in page_limit.COMPUTED) == 1
     assert "def get_alloc_reserve_per_decode(" in source("mem_cache/allocation_sizing.py")
     pools = source("mem_cache/memory_pool.py")
     assert all(f"self.{name} = " in pools for name in page_limit.BUFFERS)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 PREFIXES = ("ChunkCache", "HiRadixCache", "RadixCache", "UnifiedRadixCache")
 #: The allocator that has two of those, one of them for layers with sliding windows, whose pages stay.
 WINDOWS = "SWATokenToKVPoolAllocator"
+#: The methods by which a cache takes what a request has computed: a version has one of them.
+COMPUTED = ("cache_unfinished_req", "checkpoint")
 #: What a pool of pages calls the tensors of its layers.
 BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")
 #: What the tokens of all pages are called in a ``Scheduler``, its allocator and these other parts of it.
@@ -62,7 +65,8 @@ class SchedulerPages(PageLimit):
         self._backed = self._total
         wrap(allocator, "clear", self._clear)
         if not getattr(own.tree_cache, "disable", True):
-            wrap(own.tree_cache, "cache_unfinished_req", self._note_computed)
+            for name in COMPUTED:
+                wrap(own.tree_cache, name, self._note_computed)
             wrap(own.tree_cache, "reset", self._prefixes.forget)
 
     def in_use(self) -> tuple[int, int]:
@@ -128,18 +132,21 @@ class SchedulerPages(PageLimit):
         clear()
         self._hold_free()
 
-    def _note_computed(self, cache_unfinished_req: Function, req: Any, *args: Any, **kwargs: Any) -> None:
-        found = len(req.prefix_indices)
+    def _note_computed(self, cache: Function, req: Any, *args: Any, **kwargs: Any) -> None:
+        if not req.finished():
+            self._note_prompt(req)
+        cache(req, *args, **kwargs)
+
+    def _note_prompt(self, req: Any) -> None:
+        """Note where a request found a prefix, and what it has computed."""
+        found = req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices)
         if found == getattr(req, "cached_tokens", found):  # else it has found what an earlier part of it computed
-            node = req.last_node
-            while getattr(node, "parent", None) is not None:  # the root of SGLang's tree has none
-                self._prefixes.found(node.id, len(node.key) // self._page_tokens)
-                node = node.parent
+            for node, count, _ in self._path(req.last_node):
+                self._prefixes.found(node, count // self._page_tokens)
         end = found + self._page_tokens
         tokens = req.get_fill_ids() if hasattr(req, "get_fill_ids") else req.fill_ids
         if end <= len(tokens):
             self._prefixes.computed((req.extra_key, *tokens[:end]))
-        cache_unfinished_req(req, *args, **kwargs)
 
     def _hold_free(self) -> None:
         self._allocator.merge_and_sort_free()
@@ -166,18 +173,22 @@ class SchedulerPages(PageLimit):
         """Yield the places of tokens that a hierarchical cache copies, and of those before them, which it locks."""
         cache = self._own.tree_cache
         writes, loads = (getattr(cache, name, {}) for name in ("ongoing_write_through", "ongoing_load_back"))
-        if (core := getattr(cache, "tree_core", None)) is not None:
+        for each in (*writes.values(), *loads.values()):
+            for *_, places in self._path(each[0] if isinstance(each, tuple) else each):
+                if places is not None:
+                    yield places
+
+    def _path(self, end: Any) -> Iterator[tuple[Hashable, int, torch.Tensor | None]]:
+        """Yield the nodes from one in SGLang's tree of prefixes to the root: id, tokens, places of these."""
+        core: Any = getattr(self._own.tree_cache, "tree_core", None)
+        if hasattr(core, "collect_path_info"):
             full = importlib.import_module("sglang.srt.mem_cache.unified_cache.component_type").ComponentType.FULL
-            copied = [each.node_id for each in (*writes.values(), *loads.values())]
-            nodes = {node.node_id for path in (core.collect_path_info(copied) if copied else ()) for node in path}
-            values = (core.get_component_device_value(each, full) for each in nodes)
-            yield from (value for value in values if value is not None)
-            return
-        for node in (*(node for node, *_ in writes.values()), *loads.values()):
-            while node is not None:
-                if node.value is not None and len(node.value):
-                    yield node.value
-                node = node.parent
+            for node in itertools.chain(*core.collect_path_info([end])):
+                places = core.get_component_device_value(node.node_id, full)
+                yield node.node_id, node.path_end - node.path_start, places
+        while getattr(end, "parent", None) is not None:  # the root has none
+            yield end.id, len(end.key), end.value
+            end = end.parent
 
     def _tables(self) -> Iterator[tuple[Any, torch.Tensor]]:
         """Yield the requests in flight with where each of their tokens is in the cache."""
