@@ -26,8 +26,8 @@ WINDOWS = "SWATokenToKVPoolAllocator"
 COMPUTED = ("cache_unfinished_req", "checkpoint")
 #: What a pool of pages calls the tensors of its layers.
 BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")
-#: What the tokens of all pages are called in a ``Scheduler``, its allocator and these other parts of it.
-SIZES = ("max_total_num_tokens", "full_tokens_per_layer", "size")
+#: What the tokens of all pages are called in a ``Scheduler`` and in these parts of it.
+SIZES = ("max_total_num_tokens", "full_tokens_per_layer")
 OBSERVERS = ("invariant_checker", "kv_events_publisher", "load_inquirer", "pool_stats_observer")
 #: What a ``Scheduler`` must have.
 NAMES = (
@@ -51,8 +51,9 @@ class SchedulerPages(PageLimit):
         self._running = running
         self._buffers = [each for pool in pools for each in buffers(pool)]
         self._allocator = allocator = pages_of(own)
-        parts = (own, *(getattr(own, name) for name in OBSERVERS), allocator)
-        self._sizes = [(each, name, size) for each in parts for name in SIZES if (size := getattr(each, name, None))]
+        sizes = [(each, name) for each in (own, *(getattr(own, part) for part in OBSERVERS)) for name in SIZES]
+        sizes = [*(each for each in sizes if getattr(*each, None)), (allocator, "size")]
+        self._sizes = [(each, name, int(getattr(each, name))) for each, name in sizes]
         self._held: torch.Tensor = allocator.free_pages[:0]
         self._stale = False  # whether the table may name pages that have no memory any more
         cache = importlib.import_module("sglang.srt.mem_cache.base_prefix_cache")
