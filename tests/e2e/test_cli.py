@@ -241,7 +241,7 @@ def test_ctrl_c_cancels(on_terminal: bool, options: tuple[str, ...]) -> None:
         wait_until(lambda: [one.phase for one in client.operations()] == ["drain"])
         if on_terminal:
             terminal.read_until("drain")
-        assert terminal.interrupt() == 130
+        assert terminal.interrupt() == 130, terminal.shown
         assert "was cancelled by" in terminal.shown
         assert [one.status for one in client.operations()] == ["cancelled"]
         assert client.ready()
@@ -275,7 +275,7 @@ def test_ctrl_c_leaves_what_others_wait_for() -> None:
             terminal.start()
             wait_until(lambda: [one.phase for one in client.operations()] == ["drain"])
             other = client.start_release()
-            assert terminal.interrupt() == 130
+            assert terminal.interrupt() == 130, terminal.shown
             assert f"{other.operation_id} answers other calls, too, and continues" in terminal.shown
             assert client.operation(other.operation_id).status == "running"
         wait_until(lambda: client.operation(other.operation_id).status == "succeeded")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel
+from pydantic_core import SchemaError
 
 from memsaver_server.cli.connection import exit_code_for
 from memsaver_server.cli.options import ExitCode
@@ -24,6 +27,7 @@ from memsaver_server.client import (
     UnreachableError,
 )
 from memsaver_server.client.errors import error_for
+from memsaver_server.client.requests import parse
 
 
 def body(kind: str, **details: object) -> dict[str, object]:
@@ -77,6 +81,16 @@ def test_an_answer_that_cannot_be_read_is_a_client_error(
 ) -> None:
     with answered(content, encoding) as client, pytest.raises(ClientError):
         call(client)
+
+
+def test_ctrl_c_while_the_model_of_an_answer_is_built() -> None:
+    class Interrupted(BaseModel):
+        @classmethod
+        def model_validate(cls, *_arguments: object, **_named: object) -> Any:
+            raise SchemaError('Error building "model" validator:\n  KeyboardInterrupt: ')
+
+    with pytest.raises(KeyboardInterrupt):
+        parse(Interrupted, httpx.Response(200, json={}))
 
 
 @pytest.mark.parametrize(

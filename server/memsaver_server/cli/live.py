@@ -213,15 +213,15 @@ def until_prepared(
 
 @contextmanager
 def _interrupt_held() -> Iterator[None]:
-    """Hold back the first KeyboardInterrupt until the end of the block, in which the service may begin an operation."""
-    pressed = False
+    """Hold back the first KeyboardInterrupt until the end of the block, in which the service is called."""
+    pressed, before = False, signal.getsignal(signal.SIGINT)
 
     def note(_number: int, _frame: object) -> None:
         nonlocal pressed
         pressed = True
         signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
@@ -238,12 +238,14 @@ def _poll(client: Client, accepted: AcceptedAnswer) -> OperationAnswer:
     draws_at, interval = time.monotonic() + _DRAWN_AFTER_S, _FIRST_S
     try:
         while True:
-            now = client.operation(accepted.operation_id)
+            with _interrupt_held():  # a connection that was interrupted may not be used again
+                now = client.operation(accepted.operation_id)
+                if now.answer is None:
+                    _check_stall(client, now)
             if isinstance(now.answer, OperationAnswer):
                 return now.answer
             if now.answer is not None:
                 raise _failure(now)
-            _check_stall(client, now)
             if console.is_terminal and time.monotonic() >= draws_at:
                 live.start()
                 live.update(_running_line(now), refresh=True)

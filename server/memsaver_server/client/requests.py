@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
+from pydantic_core import SchemaError, from_json
 
 from memsaver_core.contract.requests import OperationName
 from memsaver_server.address import parse_address
@@ -128,6 +128,10 @@ def parse(model: type[AnswerT], response: httpx.Response) -> AnswerT:
     except ValidationError as error:
         why = f"{response.url} did not answer as a memsaver service does: {wrong_fields(error)}"
         raise AnswerError(response.status_code, why) from error
+    except SchemaError as error:  # a model is built at its first use, in which pydantic makes this of Ctrl-C
+        if "KeyboardInterrupt" in str(error):
+            raise KeyboardInterrupt from None
+        raise
 
 
 @dataclass(frozen=True)
