@@ -6,6 +6,7 @@ import importlib
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -176,19 +177,21 @@ class SchedulerPages(PageLimit):
         writes, loads = (getattr(cache, name, {}) for name in ("ongoing_write_through", "ongoing_load_back"))
         for each in (*writes.values(), *loads.values()):
             for *_, places in self._path(each[0] if isinstance(each, tuple) else each):
-                if places is not None:
-                    yield places
+                if (tokens := places()) is not None:
+                    yield tokens
 
-    def _path(self, end: Any) -> Iterator[tuple[Hashable, int, torch.Tensor | None]]:
-        """Yield the nodes from one in SGLang's tree of prefixes to the root: id, tokens, places of these."""
+    def _path(self, end: Any) -> Iterator[tuple[Hashable, int, Callable[[], torch.Tensor | None]]]:
+        """Yield the nodes from one in SGLang's tree of prefixes to the root: id, number of tokens, and a function that
+        returns the places of these, or None if they are in host memory alone."""
         core: Any = getattr(self._own.tree_cache, "tree_core", None)
         if hasattr(core, "collect_path_info"):
             full = importlib.import_module("sglang.srt.mem_cache.unified_cache.component_type").ComponentType.FULL
             for node in itertools.chain(*core.collect_path_info([end])):
-                places = core.get_component_device_value(node.node_id, full)
+                places = partial(core.get_component_device_value, node.node_id, full)
                 yield node.node_id, node.path_end - node.path_start, places
+            return
         while getattr(end, "parent", None) is not None:  # the root has none
-            yield end.id, len(end.key), end.value
+            yield end.id, len(end.key), partial(getattr, end, "value")
             end = end.parent
 
     def _tables(self) -> Iterator[tuple[Any, torch.Tensor]]:
