@@ -36,7 +36,8 @@ def resize(
 
     Raises:
         UnknownTagError: before anything was done.
-        ConfigurationError: not exactly one of the arguments was given, it is invalid, or a part of the tag is released.
+        ConfigurationError: not exactly one of the arguments was given, it is invalid, one of ``unused`` is not in a
+            region of the tag, or a part of the tag is released.
         UnsupportedError: this process is hibernated.
         OutOfDeviceMemoryError: the device has too little free memory to grow; everything is as before.
         MemsaverError: a driver call failed; everything is as before, but what was unused may be zero. If the undo

@@ -540,6 +540,7 @@ class Saver::Resize final : public Operation {
 
  private:
   void plan(Arena& arena) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) override {
+    for (const auto& [address, allocation] : arena.allocations()) live_.add(address, allocation.bytes);
     if (arena.released().total_bytes() != 0) {
       if (arena.chunks().empty()) return;  // nothing moves: run() divides it anew
       throw Error(ErrorKind::configuration, "memory that is released in part cannot be resized")
@@ -571,6 +572,11 @@ class Saver::Resize final : public Operation {
   }
 
   void run() REQUIRES(saver_.backups_.operation_mutex) override {
+    for (const auto& [begin, bytes] : unused_) {
+      if (live_.overlaps(begin, bytes)) continue;
+      throw Error(ErrorKind::configuration, "unused memory is not in a region of the tag")
+          .with_advice("allocate it in one; nothing was changed");
+    }
     check_room("grow", "everything is as before");
     restore(false);
     try {
@@ -640,6 +646,7 @@ class Saver::Resize final : public Operation {
   }
 
   const std::vector<RangeSet::Range>& unused_;
+  RangeSet live_;  // all of the tag's
   const double kept_;
 };
 

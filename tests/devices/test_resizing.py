@@ -171,6 +171,8 @@ def test_what_is_refused_changes_nothing(tag: str, device: str, unit: int) -> No
             ms.resize(tag, **wrong)
     with pytest.raises(ms.ConfigurationError, match="contiguous"):
         ms.resize(tag, unused=[tensors[0][::2]])
+    with pytest.raises(ms.ConfigurationError, match="not in a region of the tag"):
+        ms.resize(tag, unused=[tensors[0], torch.ones(unit, dtype=torch.uint8, device=device)])
     with pytest.raises(ms.UnknownTagError):
         ms.resize(tag + "-other", fraction=0.5)
     with pytest.raises(ms.ConfigurationError), ms.region(tag, chunk_bytes=-1):

@@ -590,6 +590,8 @@ def install(monkeypatch: pytest.MonkeyPatch, torch_memory_saver: ModuleType) -> 
         "sglang.srt.managers.io_struct": {each.__name__: each for each in MESSAGES},
         "sglang.srt.managers.scheduler": {"Scheduler": scheduler},
         "sglang.srt.managers.tokenizer_manager": {"TokenizerManager": TokenizerManager},
+        "sglang.srt.mem_cache": {},
+        "sglang.srt.mem_cache.swa_memory_pool": {"SWAKVPool": type("SWAKVPool", (), {})},
         "sglang.srt.model_loader": {},
         "sglang.srt.model_loader.loader": {"DefaultModelLoader": SimpleNamespace(load_model=lambda loader: None)},
         "sglang.srt.plugins": {},

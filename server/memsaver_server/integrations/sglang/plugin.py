@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import os
 import secrets
 import tempfile
@@ -31,6 +32,7 @@ def register() -> None:
     around = {
         "sglang.srt.managers.scheduler.Scheduler.run_event_loop": _serve,
         CONFIGURE: _configure,
+        f"{WINDOWS}.__init__": _put_windows_into_regions,
         f"{manager}.__init__": _initialize_manager,
         **{f"{manager}.{call}": partial(_raising, call) for call in CALLS},
         **loader.register(),
@@ -67,6 +69,21 @@ def _configure(original: Callable[..., None], server_args: Any, *arguments: Any,
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
     original(server_args, *arguments, **named)
+
+
+# In the scheduler's process: the KV cache of models of which some layers have sliding windows.
+
+WINDOWS = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"
+
+
+def _put_windows_into_regions(original: Callable[..., None], pool: Any, *arguments: Any, **named: Any) -> None:
+    """SGLang up to 0.5.21 allocates this cache as if no memory were released."""
+    parameters = inspect.signature(original).parameters
+    options = importlib.import_module(loader.LOADER).get_server_args()
+    if "enable_memory_saver" not in parameters and options.enable_memory_saver:
+        part = named.get("token_to_kv_pool_class", parameters["token_to_kv_pool_class"].default)
+        named["token_to_kv_pool_class"] = lambda **known: part(**{**known, "enable_memory_saver": True})
+    original(pool, *arguments, **named)
 
 
 # In the scheduler's process: the memory of prefill graphs, under the tag of the other graphs.
