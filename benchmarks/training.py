@@ -206,8 +206,11 @@ def trainer(framework: str, mode: str, shape: dict[str, Any], folder: str, token
     torch.manual_seed(0)
     with ExitStack() as stack:
         if mode == "torch_memory_saver":
+            if framework == "megatron":
+                import megatron.core  # noqa: F401  # it chooses a mode
             from torch_memory_saver import torch_memory_saver
 
+            torch_memory_saver.hook_mode = "preload"
             stack.enter_context(torch_memory_saver.region("trainer", enable_cpu_backup=True))
         trained: Fsdp2 | Megatron = (Megatron if framework == "megatron" else Fsdp2)(shape)
         trained.zero_grad()
