@@ -47,8 +47,8 @@ class Saver {
   // of its size. Synchronizes the devices before anything is unmapped; nothing may use an unused range until a resize
   // keeps it again. A release and its resume skip what a resize gave back. If all of the tag is released, no memory
   // moves, and its resume brings back the used ranges only. Throws configuration if the tag is released in part, or
-  // has no memory in one of `unused`: nothing has changed. Throws driver errors: undone, with zeros in the unused ranges; if the undo fails, what was
-  // given back stays so.
+  // has no memory in one of `unused`: nothing has changed. Throws driver errors: undone, with zeros in the unused
+  // ranges; if the undo fails, what was given back stays so.
   OperationResult resize(const std::string& tag, const std::vector<RangeSet::Range>& unused, double kept);
   // Makes the backups that a release of `tags` would make, and gives nothing back. Throws as release().
   OperationResult save(const Tags& tags, const std::vector<RangeSet::Range>& dead);
