@@ -72,13 +72,12 @@ __all__ = [
     "ContextLostError", "DeviceDelta", "DeviceMemory", "DiskFullError", "DriverError", "ForkedProcessError",
     "GraphPool", "HostBackupStatus", "MemoryRequest", "MemsaverError", "NotResidentError", "OperationReport",
     "OutOfDeviceMemoryError", "OutOfHostMemoryError", "PhaseLog", "PhaseReport", "Progress", "RankStatus",
-    "ResizeReport", "RestorePolicy",
-    "Status", "TagReport", "TagStatus", "TorchMemory", "UnknownTagError", "UnsupportedError", "WeightsKey", "adopt",
-    "check_tags",
-    "communicators", "configure", "core_settings", "driver_name", "enabled", "give_back_reserved", "graph",
-    "graph_memory_bytes", "hibernation_obstacles", "is_plain", "load_weights", "prepare_backup", "read_communicators",
-    "read_devices", "read_torch_memory", "region", "release", "release_with", "reserve_with", "resize",
-    "resume", "resume_with", "revision_of", "status", "torch_device", "training",
+    "ResizeReport", "RestorePolicy", "Status", "TagReport", "TagStatus", "TorchMemory", "UnknownTagError",
+    "UnsupportedError", "WeightsKey", "adopt", "check_tags", "communicators", "configure", "core_settings",
+    "driver_name", "enabled", "give_back_reserved", "graph", "graph_memory_bytes", "hibernation_obstacles", "is_plain",
+    "load_weights", "prepare_backup", "read_communicators", "read_devices", "read_torch_memory", "region", "release",
+    "release_with", "reserve_with", "resize", "resume", "resume_with", "revision_of", "status", "torch_device",
+    "training",
 ]  # fmt: skip
 
 #: The modules that have the other names. They import torch, so that happens at the first use of such a name.

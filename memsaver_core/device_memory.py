@@ -61,11 +61,11 @@ def graph_memory_bytes(index: int) -> int:
     NVML does not count by process. The second is what the driver holds for allocations inside of graphs; it is 0 while
     hibernated. Graphs captured otherwise are not counted.
     """
-    saver, backend = process.existing_saver(), process.backend()
+    saver = process.existing_saver()
     pool = 0
-    if saver is not None and backend.has_context:
+    if saver is not None and process.backend().has_context:
         with hibernation.device_lock:
-            pool = 0 if hibernation.is_away() else backend.graph_memory(saver, index)
+            pool = 0 if hibernation.is_away() else saver.graph_memory(index)
     return graphs.grown_bytes(index) + pool
 
 

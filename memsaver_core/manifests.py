@@ -124,9 +124,9 @@ def kept_in(store: SharedStore) -> list[Kept]:
     return [Kept(each, manifest(each["text"])) for each in texts]
 
 
-def keeper_command(name: str, limit_bytes: int, store_limit_bytes: int = 0) -> list[str]:
-    """Return the command of a process that keeps weights of a store, at most so many bytes. If it is the first process
-    of the store, ``store_limit_bytes`` is the limit of that: by default 80 % of the memory that is available now."""
+def keeper_command(name: str, limit_bytes: int, store_limit_bytes: int) -> list[str]:
+    """Return the command of a process that keeps weights of a store, at most ``limit_bytes``. If it is the first
+    process of the store, ``store_limit_bytes`` limits the store; 0 means 80 % of the memory that is available now."""
     program = Path(_native.__file__).with_name("memsaver-keeper")
     store_limit_bytes = store_limit_bytes or _native.available_memory_bytes() // 5 * 4
     return [str(program), name, str(limit_bytes), str(store_limit_bytes)]

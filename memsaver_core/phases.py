@@ -53,21 +53,13 @@ class PhaseLog:
         """The phase that runs, or ran last; an empty string before the first."""
         return self._current()
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._started
-
-    def devices(self) -> tuple[MeteredDelta, ...]:
-        """Return device memory when the log was made and now."""
-        return deltas(self._first, self.read())
-
     def report(self, operation: OperationName, tags: tuple[TagReport, ...], *, enabled: bool = True) -> OperationReport:
         """Return the report of an operation on ``tags`` whose phases these are."""
-        devices = self.devices()
+        devices = deltas(self._first, self.read())
         return OperationReport(
             operation=operation,
             enabled=enabled,
-            seconds=self.seconds,
+            seconds=time.monotonic() - self._started,
             released_bytes=sum(tag.released_bytes for tag in tags),
             resumed_bytes=sum(tag.resumed_bytes for tag in tags),
             tags=tags,

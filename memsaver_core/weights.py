@@ -121,8 +121,8 @@ class _Loading:
         backend, device = process.backend(), first.device.index or 0
         sharers = sharing(self._storages, self._tensors().values())
         policy = policy_for(self._tag, None).value
-        # Old memory is given back after each batch. A large one has more blocks that are not packed, through whose
-        # memory others are unpacked.
+        # Old memory is given back after each batch. A large batch has more blocks that are not packed: the others are
+        # unpacked by way of their memory.
         room = max(LEAST_BATCH_BYTES, self._saver.memory_info(device)[0] // 2)
         with backend.outside_regions():
             backend.forget_pools(self._tag)

@@ -140,14 +140,13 @@ class BackupStore {
     trim_wanted_ = true;
     background_.request();
   }
-  // Does so if much is unused, as packed content needs less than was pinned. Only once all content has its backup.
+  // Calls trim_later() if much is unused: packed content takes less than was pinned. Only once all has its backup.
   void trim_excess() REQUIRES(operation_mutex) {
     const HostPoolStatus pool = pool_status();
     const std::size_t unused = pool.capacity_bytes - pool.used_bytes;
     if (settings_.pack && unused > std::max(kLargestWindow, pool.used_bytes / 8)) trim_later();
   }
-  // Returns whether `bytes` and content on its way through bounce memory take more memory than is available; if so,
-  // unpins what is unused.
+  // Returns whether `bytes` and the bounce memory of transfers exceed available memory; if so, unpins what is unused.
   [[nodiscard]] bool short_of_room(std::size_t bytes) REQUIRES(operation_mutex) {
     try {
       if (bytes + kTransfers * kBlockBytes + kSpareMemory <= available_memory_bytes()) return false;

@@ -33,6 +33,12 @@ template <typename Range>
   return sum;
 }
 
+// Fills with zeros what `ranges` hold beyond `bytes`, less than a page.
+inline void zero_rest(const std::vector<HostRange>& ranges, std::size_t bytes) {
+  const std::size_t rest = sum_of(ranges) - bytes;
+  if (rest > 0) std::memset(reinterpret_cast<char*>(ranges.back().address + ranges.back().bytes - rest), 0, rest);
+}
+
 // Calls `visit(offset, memory, bytes)` for each run of content that is contiguous in its allocation, at `offset`, and
 // in `ranges`, at `memory`. The ranges hold the extents one after the other.
 template <typename Visit>
@@ -59,7 +65,7 @@ inline void copy_to_ranges(const void* content, const std::vector<Extent>& exten
   });
 }
 
-// Copies the bytes [begin, end) of what `from` holds to `to`, which is at least as large as `from`.
+// Copies the bytes [begin, end) of what `from` holds to the same place in `to`, which is at least as large.
 inline void copy_part(const std::vector<HostRange>& from, const std::vector<HostRange>& to, std::size_t begin,
                       std::size_t end) {
   std::vector<Extent> extents;

@@ -148,7 +148,7 @@ class FileStore {
     // A file system without O_TMPFILE: create a file and delete it.
     remove_left_behind();
     std::string path = folder_ + "/" + kPrefix + "XXXXXX";
-    file_ = sys::open_temporary(path.data(), O_CLOEXEC);
+    file_ = sys::open_temporary(path.data());
     if (file_ < 0) {
       const int code = errno;
       if (code == EMFILE || code == ENFILE || code == ENOSPC || code == EDQUOT) {

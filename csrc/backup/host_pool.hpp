@@ -32,13 +32,13 @@ inline void check_available(std::size_t bytes, const std::string& whose = "") {
   throw short_of_memory("this machine has too little memory for the backup", bytes, available, whose);
 }
 
-// Owns pinned host memory, as much as is requested. Any thread may call any function.
+// Owns pinned host memory that grows on request. Any thread may call any function.
 //
-// Several threads make slices in parallel: mapped, with huge pages advised, on the NUMA node of the device, touched.
-// Registering a slice holds a lock of the CUDA driver that copies and unmaps need too, so one thread at a time does it.
-// While an operation waits for memory, its thread does that in take(), between copies; otherwise a maker. With 6 to 16
-// other threads instead, the first release of 16 GiB ran at 26 to 32 GB/s on an H200. No copy or range spans two
-// slices.
+// Several threads make slices in parallel: each is mapped, advised to use huge pages, placed on the NUMA node of the
+// device, and touched. Registering a slice holds a lock of the CUDA driver that copies and unmaps need too, so one
+// thread at a time does it: while an operation waits for memory its thread in take(), between copies; otherwise a
+// maker. With 6 to 16 others instead, the first release of 16 GiB ran at 26 to 32 GB/s on an H200. No copy or range
+// spans two slices.
 class HostPool {
  public:
   // `numa_node` of -1 leaves the placement to the kernel.
@@ -58,16 +58,14 @@ class HostPool {
     std::size_t fresh = 0;
     {
       const Lock lock(mutex_);
-      const std::size_t free = limit_ > used_ ? limit_ - used_ : 0;
-      if (bytes > free)
-        throw short_of_memory("too little host memory is left under the limit for backups", bytes, free);
+      check_limit(bytes, used_);
       const std::size_t pinned = std::max(capacity_, target_);
       if (used_ + bytes > pinned) fresh = used_ + bytes - pinned;
     }
     if (fresh > 0) check_available(fresh);
   }
 
-  // Grows in the background until `bytes` more can be handed out, if the machine has them. take() throws what stops it.
+  // Grows in the background, up to the limit, until `bytes` more can be handed out. take() throws what stops that.
   void start_growth(std::size_t bytes) {
     const Lock lock(mutex_);
     grow_to(std::min(limit_, used_ + bytes));
@@ -79,7 +77,7 @@ class HostPool {
     if (growth_failure_) std::rethrow_exception(growth_failure_);
   }
 
-  // Adds `change` to the number of operations that wait for memory. While there are some, take() registers slices.
+  // Adds `change` to the number of operations that wait for memory. While there are any, only take() registers slices.
   void add_urgent(int change) {
     const Lock lock(mutex_);
     urgent_ += change;
@@ -96,17 +94,13 @@ class HostPool {
   // The content is undefined, but the last page is zero beyond `bytes`: after a write nothing is left of earlier
   // content. Throws out_of_host_memory or driver errors: nothing is taken.
   [[nodiscard]] std::vector<HostRange> take(std::size_t bytes, Use use = Use::backup) {
-    const std::size_t rest = to_pages(bytes) - bytes;
-    bytes += rest;
+    const std::size_t whole = to_pages(bytes);
     const Lock lock(mutex_);
-    wait_for_capacity(bytes, use);
-    const std::vector<HostRange> ranges = carve(bytes);
-    used_ += bytes;
-    if (use != Use::backup) passing_ += bytes;
-    if (rest > 0) {
-      const HostRange& last = ranges.back();
-      std::memset(reinterpret_cast<char*>(last.address + last.bytes - rest), 0, rest);
-    }
+    wait_for_capacity(whole, use);
+    const std::vector<HostRange> ranges = carve(whole);
+    used_ += whole;
+    if (use != Use::backup) passing_ += whole;
+    zero_rest(ranges, bytes);
     return ranges;
   }
   // Takes ranges back. Makes no system call.
@@ -289,14 +283,16 @@ class HostPool {
     Slice& added = slices_.emplace(address, Slice{std::move(slice), {}}).first->second;
     added.free.add(address, added.memory.bytes());
   }
+  // Throws out_of_host_memory if `bytes` more than those in use exceed the limit.
+  void check_limit(std::size_t bytes, std::size_t used) const {
+    const std::size_t free = limit_ > used ? limit_ - used : 0;
+    if (bytes <= free) return;
+    throw short_of_memory("too little host memory is left under the limit for backups", bytes, free);
+  }
   void wait_for_capacity(std::size_t bytes, Use use) REQUIRES(mutex_) {
     bool tried = false;
     for (;;) {
-      const std::size_t counted = use == Use::backup ? used_ - passing_ : used_;
-      const std::size_t free = limit_ > counted ? limit_ - counted : 0;
-      if (bytes > free && use != Use::must_pass) {
-        throw short_of_memory("too little host memory is left under the limit for backups", bytes, free);
-      }
+      if (use != Use::must_pass) check_limit(bytes, use == Use::backup ? used_ - passing_ : used_);
       if (capacity_ - used_ >= bytes) return;
       if (register_one()) continue;
       if (!growth_failure_ && is_growing()) {

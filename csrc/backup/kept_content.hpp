@@ -7,7 +7,7 @@ namespace memsaver {
 
 // Unpacks `memory` to `content`. Returns false, with `content` undefined, if it is not the packed form of `bytes`.
 [[nodiscard]] inline bool unpack_ranges(const std::vector<HostRange>& memory, std::size_t packed_bytes, void* content,
-                                        std::size_t bytes, std::size_t threads = 1) {
+                                        std::size_t bytes, std::size_t threads) {
   const auto* packed = reinterpret_cast<const unsigned char*>(memory.front().address);
   std::vector<unsigned char> joined;
   if (memory.front().bytes < packed_bytes) {
@@ -38,7 +38,7 @@ class KeptContent {
       const std::size_t to = std::min(end, offset + bytes);
       if (from >= to) return;
       append(nullptr, from - at);
-      if (packed) pieces_.push_back({nullptr, to - from, &block, from - offset});
+      if (packed) push({nullptr, to - from, &block, from - offset});
       if (!packed) append(reinterpret_cast<const char*>(memory + (from - offset)), to - from);
       at = to;
     };
@@ -54,15 +54,9 @@ class KeptContent {
     constexpr std::size_t kThreads = 16;
     const std::size_t threads = sys::up_to_cores(kThreads);
     const std::size_t of_each = std::max<std::size_t>(1, threads / std::max<std::size_t>(1, pieces_.size()));
-    std::atomic<std::size_t> next{0};
-    sys::run_in_threads(std::min(threads, pieces_.size()), [&](std::size_t) {
-      char* at = static_cast<char*>(to);
-      std::size_t passed = 0;
-      for (std::size_t mine = next++; mine < pieces_.size(); mine = next++) {
-        for (; passed < mine; ++passed) at += pieces_[passed].bytes;
-        if (!write(pieces_[mine], at, of_each))
-          throw Error(ErrorKind::backup, "the packed backup is damaged and cannot be unpacked");
-      }
+    sys::for_each_in_threads(pieces_.size(), kThreads, [&](std::size_t i) {
+      if (write(pieces_[i], static_cast<char*>(to) + pieces_[i].at, of_each)) return;
+      throw Error(ErrorKind::backup, "the packed backup is damaged and cannot be unpacked");
     });
   }
 
@@ -72,6 +66,7 @@ class KeptContent {
     std::size_t bytes;
     const Block* packed;  // or null
     std::size_t offset;   // in the content of `packed`
+    std::size_t at = 0;   // in all of the content
   };
   // Uses up to `most` threads. Returns false, with `to` undefined, if packed content is damaged.
   [[nodiscard]] static bool write(const Piece& piece, char* to, std::size_t most) {
@@ -98,8 +93,12 @@ class KeptContent {
         pieces_.back().memory + pieces_.back().bytes == memory) {
       pieces_.back().bytes += bytes;
     } else {
-      pieces_.push_back({memory, bytes, nullptr, 0});
+      push({memory, bytes, nullptr, 0});
     }
+  }
+  void push(Piece piece) {
+    if (!pieces_.empty()) piece.at = pieces_.back().at + pieces_.back().bytes;
+    pieces_.push_back(piece);
   }
 
   std::vector<Piece> pieces_;

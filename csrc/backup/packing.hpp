@@ -47,8 +47,8 @@ class Packing {
     return plans;
   }
 
-  // Makes as many buffers as fit into `room` bytes; replaces fewer than kBuffers once all fit. Returns whether there
-  // are any; if the driver refuses, there are none until close(). Only work under way may need their content.
+  // Makes as many buffers as fit into `room` bytes; replaces existing ones only by all kBuffers. Returns whether there
+  // are any; once the driver refuses, there are none until close(). Only work under way may need their content.
   [[nodiscard]] bool open(std::size_t room) {
     const std::size_t count = std::min(kBuffers, room / kBufferBytes);
     const bool more = buffers_.empty() ? count > 0 : count == kBuffers && buffers_.size() < kBuffers;

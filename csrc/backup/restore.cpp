@@ -1,4 +1,3 @@
-
 #include "backup/kept_content.hpp"
 #include "backup/pipeline.hpp"
 #include "support/crew.hpp"
@@ -8,8 +7,8 @@ namespace memsaver {
 namespace {
 
 constexpr std::size_t kSampleEvery = 16;
-// Threads that read blocks, and how much of a block of the shared store one copies at once: all copy the same block, so
-// that it is there soon. 11.5 GB came in 0.27 to 0.30 s so (H100, 16 cores), with parts of 4 or 8 MiB in 0.32 to 0.41.
+// Threads that read blocks, and the part of a block of the shared store that one copies at once. All copy the same
+// block, so that it is there soon: 11.5 GB took 0.27 to 0.30 s (H100, 16 cores), in parts of 4 or 8 MiB 0.32 to 0.41.
 constexpr std::size_t kReaders = 16;
 const std::size_t kPartBytes = kBlockBytes / 16;
 
@@ -101,24 +100,21 @@ class RestoreTask {
       : pipeline_(pipeline), blocks_(blocks), chunks_(chunks), acquire_(acquire), verify_(verify) {}
 
   PipelineSeconds run() {
-    try {
-      const std::vector<std::size_t> packed = packed_first();
-      prepare_bounce();
-      for (const std::size_t i : packed) restore_chunk(i);
-      unpacking_.end();
-      for (std::size_t i = 0; i < chunks_.size(); ++i) {
-        if (restored_.count(i) == 0) restore_chunk(i);
-      }
-      finish();
-    } catch (...) {
-      pipeline_.quiesce(reads_);
-      throw;
+    Cleanup on_failure([this] { pipeline_.quiesce(reads_); });
+    const std::vector<std::size_t> packed = packed_first();
+    prepare_bounce();
+    for (const std::size_t i : packed) restore_chunk(i);
+    unpacking_.end();
+    for (std::size_t i = 0; i < chunks_.size(); ++i) {
+      if (restored_.count(i) == 0) restore_chunk(i);
     }
+    finish();
+    on_failure.dismiss();
     return seconds_;
   }
 
  private:
-  // Returns the chunks with packed content, and puts the blocks in them first. Others lend them memory, see lend().
+  // Returns the chunks with packed content, and moves their blocks to the front. Others lend them memory, see lend().
   std::vector<std::size_t> packed_first() {
     std::vector<std::size_t> packed;
     std::vector<std::size_t> others;
@@ -161,8 +157,7 @@ class RestoreTask {
       packing.borrow(chunks_[i].address, chunks_[i].bytes);
     }
     if (packing.buffers() > 0) return;
-    // No chunk can lend memory, as may be if another process packed the content. What is free once all is mapped
-    // serves.
+    // No chunk can lend memory, if another process packed the content: take what is free once all is mapped.
     for (std::size_t i = 0; i < chunks_.size(); ++i) acquire(i);
     static_cast<void>(packing.open(Packing::kBytes));
   }
@@ -174,7 +169,7 @@ class RestoreTask {
   }
 
   // While packed content is copied, restores one more chunk that has no content and is not lent. Few copies of packed
-  // content can be queued, so they hide short driver calls only: these chunks are spread over all packed blocks.
+  // content can be queued, so they hide only short driver calls: such chunks are spread evenly over the packed blocks.
   void restore_ahead() {
     if (next_block_ % ahead_every_ != 0) return;
     while (!ahead_.empty() && acquired_.count(ahead_.front()) != 0) ahead_.pop_front();
@@ -216,33 +211,27 @@ class RestoreTask {
   void restore_block(std::size_t index) {
     ContentBlock& content = blocks_[index];
     Block& block = *content.block;
-    const std::size_t bytes = block.content_bytes();
-    switch (block.kept) {
-      case Kept::nothing:
-        return;
-      case Kept::zero:
-        for (const auto& extent : block.extents) {
-          driver_.fill_zero(device_, content.base + extent.offset, extent.bytes, pipeline_.copies);
-        }
-        break;
-      case Kept::host:
-      case Kept::file:
-        if (next_read_ <= index) {
-          wait_for_uploads(0);  // no read is under way, so they have all bounce memory that is in use
-          read_ahead();
-        }
-        if (!reads_.empty() && reads_.front().block == &block) {
-          restore_from_read(content);
-        } else {
-          pin(block);
-          start_copy(content, block.host);
-        }
-        break;
+    if (block.kept == Kept::nothing) return;
+    if (block.kept == Kept::zero) {
+      for (const auto& extent : block.extents) {
+        driver_.fill_zero(device_, content.base + extent.offset, extent.bytes, pipeline_.copies);
+      }
+      content.outcome = ContentBlock::Outcome::zero;
+    } else {
+      if (next_read_ <= index) {
+        wait_for_uploads(0);  // no read is under way, so they have all bounce memory that is in use
+        read_ahead();
+      }
+      if (!reads_.empty() && reads_.front().block == &block) {
+        restore_from_read(content);
+      } else {
+        pin(block);
+        start_copy(content, block.host);
+      }
+      content.outcome = ContentBlock::Outcome::copied;
+      progress_.copied_bytes += block.content_bytes();
     }
-    const bool zero = block.kept == Kept::zero;
-    content.outcome = zero ? ContentBlock::Outcome::zero : ContentBlock::Outcome::copied;
-    if (!zero) progress_.copied_bytes += bytes;
-    progress_.done_bytes += bytes;
+    progress_.done_bytes += block.content_bytes();
     if (is_checked(block)) add_to_window(index);
   }
 
@@ -278,7 +267,7 @@ class RestoreTask {
            (block.kept == Kept::host && block.shared && !pipeline_.store->is_pinned(block.host));
   }
 
-  // Starts to pin the bounce memory of the first reads, at once: each would wait for its own.
+  // Starts to pin the bounce memory of all the first reads: otherwise each would wait for its own.
   void prepare_bounce() {
     std::size_t bytes = 0;
     std::size_t reads = 0;
@@ -298,8 +287,8 @@ class RestoreTask {
     }
   }
 
-  // Returns false if bounce memory is short and will be returned by transfers under way. If no memory can be had for a
-  // block of the shared store, passes over it: it is copied from where it is.
+  // Returns false if bounce memory is short until transfers under way return theirs. Skips a block of the shared store
+  // for which there is no memory, and returns false, too: it is copied from where it is.
   bool read_block(const Block& block) {
     const bool in_file = block.kept == Kept::file;
     std::unique_ptr<HostPool::Bounce> bounce;

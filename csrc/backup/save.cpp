@@ -259,24 +259,23 @@ class SaveTask {
   }
 
   PipelineSeconds run() {
-    try {
-      windows_.submit();
-      while (!windows_.empty()) {
-        windows_.submit();  // one window ahead: the device digests it while this thread saves the previous one
-        save_window();
-        while (!batches_.empty() && is_ready(batches_.front())) finish_oldest();
-      }
-      add_chunks_below(std::numeric_limits<Address>::max(), batches_.emplace_back());
-      while (!batches_.empty()) finish_oldest();
-      drop_saved(std::numeric_limits<std::size_t>::max());
-      pipeline_.wait_for_streams();
-      packing_.close();
-      if (shared_) pipeline_.store->tidy();
-    } catch (...) {
+    Cleanup on_failure([this] {
       pipeline_.quiesce(writes_.transfers());
       if (shared_) shared_->abandon();
-      throw;
+    });
+    windows_.submit();
+    while (!windows_.empty()) {
+      windows_.submit();  // one window ahead: the device digests it while this thread saves the previous one
+      save_window();
+      while (!batches_.empty() && is_ready(batches_.front())) finish_oldest();
     }
+    add_chunks_below(std::numeric_limits<Address>::max(), batches_.emplace_back());
+    while (!batches_.empty()) finish_oldest();
+    drop_saved(std::numeric_limits<std::size_t>::max());
+    pipeline_.wait_for_streams();
+    packing_.close();
+    if (shared_) pipeline_.store->tidy();
+    on_failure.dismiss();
     return seconds_;
   }
 
@@ -293,12 +292,11 @@ class SaveTask {
     if (changed.empty()) drop_saved(std::numeric_limits<std::size_t>::max());  // while the device digests
     plan_packing(changed);
     save_blocks(changed, batch);
-    const bool last = window.end == blocks_.size();
-    add_chunks_below(last ? std::numeric_limits<Address>::max() : blocks_[window.end].begin(), batch);
+    if (window.end < blocks_.size()) add_chunks_below(blocks_[window.end].begin(), batch);
     if (!batch.copied.empty()) batch.event = pipeline_.record(pipeline_.copies);
   }
 
-  // Returns true if a block's backup has its content, or that is all zeros. Else it has none until finish_oldest().
+  // Returns true if the backup has this content, or this is all zeros. Else there is no backup until finish_oldest().
   bool is_kept(ContentBlock& content, const std::optional<Digest>& digest) {
     Block& block = *content.block;
     const std::size_t bytes = sum_of(content.live);
@@ -389,7 +387,7 @@ class SaveTask {
     return found == SharedStore::Found::awaited || found == SharedStore::Found::kept;
   }
 
-  // Looks again for what was awaited, and copies what no process writes any more.
+  // Searches again for awaited content, and copies what no process is writing any more.
   void retry_awaited(SaveBatch& batch) {
     save_blocks(std::exchange(batch.awaited, {}), batch);
     batch.event = pipeline_.record(pipeline_.copies);
@@ -450,7 +448,7 @@ class SaveTask {
     const std::size_t bytes = sum_of(extents);
     if (block.file.bytes != to_pages(bytes)) {
       give_memory(block);
-      block.file = pipeline_.files.take(to_pages(bytes));
+      block.file = pipeline_.files.take(bytes);
     }
     batch.writes.push_back(writes_.start(block.file, base, extents));
   }
@@ -552,15 +550,12 @@ void Pipeline::expect(std::vector<ContentBlock>& blocks) {
     items.push_back(content.first_run());
     sampled.push_back(content.block);
   }
-  try {
-    const std::vector<PackEstimate> expected = packing.plan(items, kernels);
-    for (std::size_t i = 0; i < sampled.size(); ++i) {
-      sampled[i]->expected_bytes = round_packed(expected[i].bytes);
-    }
-  } catch (...) {
-    quiesce();
-    throw;
+  Cleanup on_failure([this] { quiesce(); });
+  const std::vector<PackEstimate> expected = packing.plan(items, kernels);
+  for (std::size_t i = 0; i < sampled.size(); ++i) {
+    sampled[i]->expected_bytes = round_packed(expected[i].bytes);
   }
+  on_failure.dismiss();
 }
 
 }  // namespace memsaver

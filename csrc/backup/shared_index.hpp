@@ -166,7 +166,7 @@ class SharedIndex {
   struct Answer {
     Found found;
     std::uint32_t entry = 0;       // kept, claimed
-    std::vector<Piece> pieces;     // kept: that hold it
+    std::vector<Piece> pieces{};   // kept: that hold it
     std::size_t bytes = 0;         // kept: as stored
     std::size_t packed_bytes = 0;  // kept: 0 unless packed
   };
@@ -194,8 +194,8 @@ class SharedIndex {
       }
       being_written = true;
     }
-    if (being_written && !alone) return {Found::awaited, {}, {}, {}, {}};
-    if (room == nullptr) return {Found::no_room, {}, {}, {}, {}};
+    if (being_written && !alone) return {Found::awaited};
+    if (room == nullptr) return {Found::no_room};
     room->lane0 = digest.lane0;
     room->lane1 = digest.lane1;
     room->content_bytes = content_bytes;
@@ -204,7 +204,7 @@ class SharedIndex {
     room->mark = Entry::unmarked;
     set(room->holders, me(), "find: filled");
     set(room->state, Entry::writing, "find: claimed");
-    return {Found::claimed, static_cast<std::uint32_t>(room - layout_.entries), {}, {}, {}};
+    return {Found::claimed, static_cast<std::uint32_t>(room - layout_.entries)};
   }
   // Takes memory for a claim, in one piece if a slab has room, preferably one that this member has mapped; else in
   // several. Returns false, with nothing taken, if the slabs have too little.
@@ -292,7 +292,7 @@ class SharedIndex {
     }
     return texts;
   }
-  // Marks a text; those that wait for a change are to see it.
+  // Marks a text, and wakes the processes that wait for a change.
   void mark_text(std::uint32_t index, std::uint32_t mark) REQUIRES(mutex) {
     set(layout_.entries[index].mark, mark, "mark: marked");
     wake();
@@ -319,15 +319,16 @@ class SharedIndex {
   [[nodiscard]] bool is_used(std::uint32_t index) const REQUIRES(mutex) {
     return (layout_.entries[index].holders & ~keepers()) != 0;
   }
-  [[nodiscard]] bool has_keeper() const REQUIRES(mutex) { return keepers() != 0; }
-  [[nodiscard]] bool is_held_by_keeper(std::uint32_t index) const REQUIRES(mutex) {
-    return (layout_.entries[index].holders & keepers()) != 0;
+  // Returns whether there are keepers, and none of them holds an entry.
+  [[nodiscard]] bool lacks_keeper(std::uint32_t index) const REQUIRES(mutex) {
+    return keepers() != 0 && (layout_.entries[index].holders & keepers()) == 0;
   }
-  // Asks keepers to drop `bytes`; false if there are no keepers.
+  // Asks keepers to drop `bytes`. Returns false if there are no keepers.
   [[nodiscard]] bool ask_keepers(std::size_t bytes) REQUIRES(mutex) {
     layout_.wanted = bytes;
-    if (has_keeper()) wake();
-    return has_keeper();
+    if (keepers() == 0) return false;
+    wake();
+    return true;
   }
   [[nodiscard]] std::size_t take_wanted() REQUIRES(mutex) { return layout_.wanted.exchange(0); }
 
@@ -356,7 +357,13 @@ class SharedIndex {
     set(layout_.slabs[slab].state, Slab::present, "slab: made");
     wake();
   }
-  void set_mapped(std::uint32_t slab) REQUIRES(mutex) { layout_.slabs[slab].mapped |= me(); }
+  // Notes that this member maps one more complete slab, and returns it; nothing if it has mapped them all.
+  [[nodiscard]] std::optional<std::uint32_t> map_another() REQUIRES(mutex) {
+    const auto others = present_slabs([this](std::uint32_t, const Slab& slab) { return (slab.mapped & me()) == 0; });
+    if (others.empty()) return std::nullopt;
+    layout_.slabs[others.front()].mapped |= me();
+    return others.front();
+  }
   // Notes that this member unmaps the complete slabs in which no part of `entries` lies, and returns those slabs.
   [[nodiscard]] std::vector<std::uint32_t> unmap_unneeded(const std::vector<std::uint32_t>& entries) REQUIRES(mutex) {
     std::set<std::uint32_t> needed;
@@ -382,10 +389,6 @@ class SharedIndex {
     set(layout_.slabs[index].state, Slab::absent, "slab: freed");
     layout_.slab_bytes -= bytes_of(index);
   }
-  // Returns the complete slabs that this member has not mapped.
-  [[nodiscard]] std::vector<std::uint32_t> unmapped_slabs() const REQUIRES(mutex) {
-    return present_slabs([this](std::uint32_t, const Slab& slab) { return (slab.mapped & me()) == 0; });
-  }
 
   // Waits until changes() is not `seen`, for `at_most`.
   void wait_for_change(std::uint32_t seen, std::chrono::milliseconds at_most) {
@@ -406,7 +409,7 @@ class SharedIndex {
     return static_cast<std::size_t>(std::count_if(std::begin(layout_.members), std::end(layout_.members),
                                                   [](const auto& member) { return member.joined != 0; }));
   }
-  // Return the stored bytes of an entry that this member holds, and how many members hold it.
+  // Return the stored bytes of an entry that this member holds, and the number of members that hold it.
   [[nodiscard]] std::size_t stored_bytes(std::uint32_t entry) const { return layout_.entries[entry].bytes; }
   [[nodiscard]] std::size_t holders(std::uint32_t entry) const {
     return std::max<std::size_t>(1, std::bitset<64>(layout_.entries[entry].holders).count());

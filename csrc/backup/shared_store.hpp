@@ -22,9 +22,9 @@ struct SharedStoreStatus {
 };
 
 // Owns one process's membership in a store: host memory that processes of one user share, and that holds a block of
-// equal content once (docs/architecture.md, "The shared store"). Any thread may call any function. One that needs the
-// index waits at most a second for a process that was stopped while it changed the index; then it returns
-// Found::no_room, or makes its change later.
+// equal content once (docs/architecture.md, "The shared store"). Any thread may call any function. If a process is
+// stopped while it has the index locked, functions that need the index wait for it for at most a second; then they
+// return Found::no_room, or make their change later.
 class SharedStore {
  public:
   using Found = SharedIndex::Found;
@@ -46,11 +46,8 @@ class SharedStore {
     }
     std::promise<void> joined;
     auto thread = sys::start_thread([this, limit_bytes, kind, &joined] {
-      try {
-        join(limit_bytes, kind);
-      } catch (...) {
-        return joined.set_exception(std::current_exception());
-      }
+      const std::exception_ptr failure = sys::failure_of([&] { join(limit_bytes, kind); });
+      if (failure) return joined.set_exception(failure);
       joined.set_value();
       run_member();
     });
@@ -83,7 +80,7 @@ class SharedStore {
 
   // Looks for content, as SharedIndex::find_or_claim(). The entry in the answer is this process's until give().
   [[nodiscard]] Answer find_or_claim(const Digest& digest, std::size_t content_bytes, bool alone = false) {
-    if (!lock_index()) return {Found::no_room, {}, {}, {}, {}};
+    if (!lock_index()) return {Found::no_room};
     Answer answer = index_->find_or_claim(digest, content_bytes, alone);
     if (answer.found == Found::kept || answer.found == Found::claimed) {
       const Lock lock(mutex_);
@@ -114,9 +111,7 @@ class SharedStore {
       if (taken) {
         std::vector<HostRange> ranges = map(pieces, to_pages(bytes));
         pin(ranges);
-        const HostRange& last = ranges.back();
-        const std::size_t rest = to_pages(bytes) - bytes;
-        std::memset(reinterpret_cast<char*>(last.address + last.bytes - rest), 0, rest);
+        zero_rest(ranges, bytes);
         return ranges;
       }
       if (asked) {
@@ -167,7 +162,7 @@ class SharedStore {
     for (bool waiting = true; waiting && std::chrono::steady_clock::now() < until;) {
       const std::uint32_t seen = changes();
       if (!lock_index()) return;
-      waiting = index_->has_keeper() && !index_->is_held_by_keeper(entry);
+      waiting = index_->lacks_keeper(entry);
       index_->mutex.unlock();
       if (waiting) wait_for_change(seen);
     }
@@ -440,7 +435,7 @@ class SharedStore {
     const Cleanup at_end([this] { sockets_.unlock(); });
     open_file(limit_bytes);
     index_ = std::make_unique<SharedIndex>(*layout_);
-    if (!lock_index()) throw no_store("a process that uses it does not go on");
+    if (!lock_index()) throw no_store("a process that uses it is stopped");
     const bool joined = index_->join(kind);
     index_->mutex.unlock();
     if (!joined) throw no_store("it has " + std::to_string(kMembers) + " processes already");
@@ -540,18 +535,16 @@ class SharedStore {
   [[nodiscard]] bool map_another() EXCLUDES(map_mutex_) {
     const Lock lock(map_mutex_);
     if (!lock_index()) return false;
-    const std::vector<std::uint32_t> others = index_->unmapped_slabs();
-    if (!others.empty()) index_->set_mapped(others.front());
+    const std::optional<std::uint32_t> slab = index_->map_another();
     index_->mutex.unlock();
-    if (others.empty()) return false;
-    map(others.front());
-    return true;
+    if (slab) map(*slab);
+    return slab.has_value();
   }
   [[nodiscard]] static bool contains_any(const HostMapping& slab, const std::vector<HostRange>& ranges) {
     return std::any_of(ranges.begin(), ranges.end(),
                        [&](const auto& range) { return range.address - slab.address() < slab.bytes(); });
   }
-  // Registers those mapped slabs that are wanted and not registered. Throws as pin().
+  // Registers the mapped slabs that are wanted and not registered yet. Throws as pin().
   void pin_if(const std::function<bool(std::uint32_t, const HostMapping&)>& wanted) EXCLUDES(mutex_, pin_mutex_) {
     for (;;) {
       const Lock one_at_a_time(pin_mutex_);
@@ -567,7 +560,7 @@ class SharedStore {
       slab->pin(driver_);
     }
   }
-  // Removes those of `slabs` that are mapped from slabs_, and returns them. A later map() maps them anew.
+  // Takes the mapped ones of `slabs` out of slabs_, and returns them. A later map() maps them anew.
   [[nodiscard]] Slabs take_out(const std::vector<std::uint32_t>& slabs) REQUIRES(pin_mutex_) EXCLUDES(mutex_) {
     Slabs taken;
     const Lock lock(mutex_);

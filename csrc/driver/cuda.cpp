@@ -317,7 +317,6 @@ class CudaDriver final : public Driver {
     const auto properties = device.properties();
     calls_(api_.mem_get_granularity, &info.granularity, &properties, kGranularityMinimum);
     info.numa_node = device.attribute(kAttributeHostNumaId, -1);
-    info.rdma = properties.flags.gpu_direct_rdma_capable != 0;
     return info;
   }
 

@@ -19,7 +19,6 @@ struct DeviceInfo {
   std::size_t total_bytes;  // memory of the device
   std::size_t granularity;  // every reservation, handle and mapping is a multiple of it
   int numa_node;            // of the host memory closest to the device, -1 if unknown
-  bool rdma;                // memory is created GPUDirect-RDMA capable
 };
 
 struct MemoryInfo {

@@ -62,8 +62,8 @@ class HostDevice {
     struct stat status{};
     if (fstat(file, &status) != 0) throw system_failure("fstat", errno, bytes);
     if (static_cast<std::size_t>(status.st_size) != bytes) {
-      throw Error(ErrorKind::configuration, "descriptor " + std::to_string(file) + " is of " +
-                                                std::to_string(status.st_size) + " bytes, not of " +
+      throw Error(ErrorKind::configuration, "descriptor " + std::to_string(file) + " has " +
+                                                std::to_string(status.st_size) + " bytes, not " +
                                                 std::to_string(bytes));
     }
     return Handle{kFile | kImported | static_cast<std::uint64_t>(duplicate(file))};
@@ -148,14 +148,12 @@ class HostDriver final : public Driver {
 
   DeviceInfo device_info(int device) override {
     auto& host = at(device);
-    return {"host-" + host.label, "host memory", host.account->capacity_bytes(), page_bytes(), -1, false};
+    return {"host-" + host.label, "host memory", host.account->capacity_bytes(), page_bytes(), -1};
   }
 
   MemoryInfo memory_info(int device) override {
     auto& account = *at(device).account;
-    const std::size_t used = account.used_bytes();
-    const std::size_t total = account.capacity_bytes();
-    return {total > used ? total - used : 0, total};
+    return {account.free_bytes(), account.capacity_bytes()};
   }
 
   Address reserve(int device, std::size_t bytes) override {

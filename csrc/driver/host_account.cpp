@@ -47,9 +47,7 @@ void futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value)
 // The content of the file. Zeros are its initial state.
 struct HostAccount::Ledger {
   std::uint64_t capacity_bytes;
-  struct Slot {
-    std::uint64_t used_bytes;
-  } slots[kSlots];
+  std::uint64_t used_bytes[kSlots];
   struct Hibernation {
     std::atomic<std::uint32_t> state;  // a State, and a futex for processes that wait for a change
     std::uint32_t reserved;
@@ -57,7 +55,7 @@ struct HostAccount::Ledger {
   } hibernations[kSlots];
 
   void clear(int slot) {
-    slots[slot].used_bytes = 0;
+    used_bytes[slot] = 0;
     hibernations[slot].kept_bytes = 0;
     hibernations[slot].state = 0;
   }
@@ -223,19 +221,14 @@ bool HostAccount::slot_lives(int slot) const {
   return (own_ && slot == slot_) || (fcntl(file_, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK);
 }
 
-std::size_t HostAccount::used_by_the_living() {
+std::size_t HostAccount::free_now() {
   std::size_t sum = 0;
   for (int slot = 0; slot < kSlots; ++slot) {
-    auto& used = ledger_->slots[slot].used_bytes;
+    auto& used = ledger_->used_bytes[slot];
     if (used != 0 && !slot_lives(slot)) used = 0;
     sum += used;
   }
-  return sum;
-}
-
-std::size_t HostAccount::free_bytes() {
-  const std::size_t used = used_by_the_living();
-  return ledger_->capacity_bytes > used ? ledger_->capacity_bytes - used : 0;
+  return ledger_->capacity_bytes > sum ? ledger_->capacity_bytes - sum : 0;
 }
 
 void HostAccount::take(std::size_t bytes) {
@@ -246,13 +239,13 @@ void HostAccount::take(std::size_t bytes) {
       const Guard guard(*this);
       if (left_) throw Error(ErrorKind::driver, "the process is ending");
       if (state == running) {
-        const std::size_t free = free_bytes();
+        const std::size_t free = free_now();
         if (bytes > free) {
           throw Error::from_driver(ErrorKind::out_of_device_memory, "create", "OUT_OF_MEMORY",
                                    "the host device is full")
               .with_memory(bytes, free);
         }
-        ledger_->slots[slot_].used_bytes += bytes;
+        ledger_->used_bytes[slot_] += bytes;
         return;
       }
     }
@@ -264,7 +257,7 @@ void HostAccount::give(std::size_t bytes) {
   const Guard guard(*this);
   if (left_) return;
   auto& kept_bytes = ledger_->hibernations[slot_].kept_bytes;
-  (kept_bytes >= bytes ? kept_bytes : ledger_->slots[slot_].used_bytes) -= bytes;
+  (kept_bytes >= bytes ? kept_bytes : ledger_->used_bytes[slot_]) -= bytes;
 }
 
 HostAccount::State HostAccount::state() {
@@ -290,19 +283,19 @@ void HostAccount::lock() {
 void HostAccount::checkpoint() {
   const Guard guard(*this);
   step("checkpoint", State::locked, State::checkpointed);
-  ledger_->hibernations[slot_].kept_bytes = std::exchange(ledger_->slots[slot_].used_bytes, 0);
+  ledger_->hibernations[slot_].kept_bytes = std::exchange(ledger_->used_bytes[slot_], 0);
 }
 
 void HostAccount::restore() {
   const Guard guard(*this);
   auto& hibernation = ledger_->hibernations[slot_];
-  const std::size_t free = free_bytes();
+  const std::size_t free = free_now();
   if (hibernation.state == static_cast<std::uint32_t>(State::checkpointed) && hibernation.kept_bytes > free) {
     throw Error::from_driver(ErrorKind::out_of_device_memory, "restore", "OUT_OF_MEMORY", "the host device is full")
         .with_memory(hibernation.kept_bytes, free);
   }
   step("restore", State::checkpointed, State::locked);
-  ledger_->slots[slot_].used_bytes = std::exchange(hibernation.kept_bytes, 0);
+  ledger_->used_bytes[slot_] = std::exchange(hibernation.kept_bytes, 0);
 }
 
 void HostAccount::unlock() {
@@ -312,9 +305,9 @@ void HostAccount::unlock() {
 
 std::size_t HostAccount::capacity_bytes() const noexcept { return ledger_->capacity_bytes; }
 
-std::size_t HostAccount::used_bytes() {
+std::size_t HostAccount::free_bytes() {
   const Guard guard(*this);
-  return used_by_the_living();
+  return free_now();
 }
 
 }  // namespace memsaver

@@ -38,7 +38,8 @@ class HostAccount {
   void take(std::size_t bytes);
   // Never waits: what is returned while checkpointed is not taken again by restore().
   void give(std::size_t bytes);
-  [[nodiscard]] std::size_t used_bytes();
+  // Returns what no living process uses.
+  [[nodiscard]] std::size_t free_bytes();
   [[nodiscard]] std::size_t capacity_bytes() const noexcept;
 
   // The arguments for of_another().
@@ -62,8 +63,7 @@ class HostAccount {
   void join(std::size_t capacity_bytes);
   void leave() noexcept;
   void step(const char* call, State from, State to) REQUIRES(mutex_);
-  [[nodiscard]] std::size_t free_bytes() REQUIRES(mutex_);
-  [[nodiscard]] std::size_t used_by_the_living() REQUIRES(mutex_);
+  [[nodiscard]] std::size_t free_now() REQUIRES(mutex_);
   [[nodiscard]] bool slot_lives(int slot) const;
 
   std::string path_;

@@ -20,8 +20,8 @@ using ProcessAdaptor = std::function<std::unique_ptr<Process>(std::unique_ptr<Pr
 //     restore [<device> <bytes held>...]   -> ok <s>                                  takes it again
 //     unlock                               -> ok <s>                                  lets its device calls go on
 //     state                                -> ok <running | locked | checkpointed | failed>
-//     memory <uuid of a device>            -> ok <total> <used> <used by the process> bytes, as nvidia-smi shows them:
-//                                             in a checkpointed process NVML blocks, as all of CUDA does
+//     memory <uuid> [<process id>...]      -> ok <total> <used> <used by these processes>: bytes of a device, as
+//                                             nvidia-smi shows them; in a checkpointed process NVML itself blocks
 //
 // or "error <call> <code> <state of the process now>", followed by " <device> <needed> <free>" if memory is short. A
 // step that the process has already taken does nothing. The program holds no device memory, and ends when the socket is

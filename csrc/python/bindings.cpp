@@ -6,7 +6,7 @@
 #include "vmm/rewrite.hpp"
 #include "vmm/shared_buffer.hpp"
 
-// Reports become dicts of their fields, a range is a pair, a restore policy its name.
+// In Python a report is a dict of its fields, a range a pair, a restore policy its name.
 namespace pybind11::detail {
 
 using namespace memsaver;
@@ -39,7 +39,7 @@ REPORT(SaverStatus, FIELD(state), FIELD(failure), FIELD(tags), FIELD(reserved_by
 REPORT(BackupView, FIELD(tag), FIELD(allocation), FIELD(allocation_bytes), FIELD(released),
        arg("in_host_memory") = value.kept == Kept::host, arg("on_disk") = value.kept == Kept::file,
        arg("memory") = reinterpret_cast<Address>(value.memory))
-REPORT(DeviceInfo, FIELD(uuid), FIELD(name), FIELD(total_bytes), FIELD(granularity), FIELD(numa_node), FIELD(rdma))
+REPORT(DeviceInfo, FIELD(uuid), FIELD(name), FIELD(total_bytes), FIELD(granularity), FIELD(numa_node))
 REPORT(SharedStore::Text, FIELD(name), arg("pinned") = value.mark == SharedLayout::Entry::pinned, FIELD(unused_ms),
        FIELD(holders), arg("text") = bytes(value.text), FIELD(bytes), FIELD(complete))
 
@@ -156,6 +156,7 @@ void bind_functions(SaverClass& saver) {
       .def("give_back_reserved", &Saver::give_back_reserved, NoGil())
       .def("status", &Saver::status, NoGil())
       .def("prepare_backup", &Saver::prepare_backup, NoGil())
+      .def("grow_backup_memory", &Saver::grow_backup_memory, NoGil())
       .def("wait_until_prepared", &Saver::wait_until_prepared, NoGil())
       .def(
           "backup_of",

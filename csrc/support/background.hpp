@@ -8,14 +8,14 @@
 
 namespace memsaver {
 
-// Owns a thread that runs some work, once at a time, whenever it is requested. Any thread may call any function.
+// Owns a thread that runs `work` when requested, one run at a time. Any thread may call any function.
 class Background {
  public:
   // `purpose` follows "no thread can be started to" in a warning.
   Background(const char* purpose, std::function<void()> work) : purpose_(purpose), work_(std::move(work)) {}
   ~Background() { join(); }
 
-  // Lets the work run once more, from its beginning, after this call. Warns if no thread can be started for it.
+  // Requests a run that begins after this call. Requests until it begins are one. Warns if no thread can be started.
   void request() EXCLUDES(mutex_) {
     const Lock lock(mutex_);
     requested_ = true;

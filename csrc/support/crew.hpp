@@ -9,8 +9,8 @@
 
 namespace memsaver {
 
-// Owns threads that do the parts of tasks, those of the oldest task first. They start when they are needed, and stay:
-// to start threads for each task delays the page faults of those that run. One thread calls its functions.
+// Owns threads that run the parts of tasks, oldest task first. They are started when first needed, and kept: starting
+// threads for each task would delay the page faults of running ones. Only one thread may call its functions.
 class Crew {
  public:
   explicit Crew(std::size_t most) : most_(sys::up_to_cores(most)) {}

@@ -8,13 +8,16 @@
 #include <string>
 #include <utility>
 
+// glibc has it from 2.32 on; the wheels are for 2.28.
+extern "C" const char* strerrorname_np(int) noexcept __attribute__((weak));
+
 namespace memsaver {
 
 // Every header of csrc states its contracts in one form. Above a class: what it owns, and which threads may call it.
 // Above a function, as far as its signature does not say it: what it does with its parameters, what it returns, and
 // "Throws <kind>: <what holds then>", by the names below; "driver errors" are out_of_device_memory, driver and
 // context_lost. A function without "Throws" throws nothing but std::bad_alloc. Sizes are in bytes. No file includes a
-// header of the system or of a lower folder that another one of its includes brings.
+// system header, or a header of a lower folder, that another of its includes already includes.
 enum class ErrorKind {
   out_of_device_memory,
   out_of_host_memory,
@@ -26,7 +29,7 @@ enum class ErrorKind {
   forked,         // the process is a forked child of the one that made the object
 };
 
-// The one exception type of the core. Callers on the way up add what they know; what() is always complete.
+// The one exception type of the core. Callers add what they know by with_...(); what() contains all of it.
 class Error : public std::runtime_error {
  public:
   Error(ErrorKind error_kind, std::string message)
@@ -39,9 +42,9 @@ class Error : public std::runtime_error {
     error.code = std::move(code);
     return error;
   }
-  // Returns that of a failed system call: `code` is its errno; `about` follows the system's message.
+  // Returns the error of a failed system call: `code` is its errno; `about` is appended to the system's message.
   static Error from_errno(ErrorKind kind, std::string call, int code, const std::string& about = "") {
-    const char* const name = strerrorname_np(code);
+    const char* const name = strerrorname_np != nullptr ? strerrorname_np(code) : nullptr;
     return from_driver(kind, std::move(call), name != nullptr ? name : "unknown", std::strerror(code) + about);
   }
 

@@ -117,13 +117,11 @@ std::size_t page_bytes() noexcept {
   return bytes;
 }
 
-void prefer_node([[maybe_unused]] void* memory, [[maybe_unused]] std::size_t bytes, int numa_node) noexcept {
-#ifdef SYS_mbind
+void prefer_node(void* memory, std::size_t bytes, int numa_node) noexcept {
   if (numa_node < 0 || numa_node >= 64) return;
   constexpr int kPreferred = 1;  // MPOL_PREFERRED
   const unsigned long nodes = 1ul << numa_node;
   syscall(SYS_mbind, memory, bytes, kPreferred, &nodes, 64, 0);
-#endif
 }
 
 std::size_t machine_memory_bytes() { return Memory::now().total; }

@@ -73,8 +73,8 @@ inline bool refused(const char* call, std::size_t bytes = 0) { return !allowed(c
 [[nodiscard]] inline int open_unnamed(const char* folder, int flags) {
   return refused("open") ? -1 : ::open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
 }
-[[nodiscard]] inline int open_temporary(char* path_template, int flags) {
-  return refused("mkostemp") ? -1 : ::mkostemp(path_template, flags);
+[[nodiscard]] inline int open_temporary(char* path_template) {
+  return refused("mkostemp") ? -1 : ::mkostemp(path_template, O_CLOEXEC);
 }
 // fopen(3), to read.
 [[nodiscard]] inline std::FILE* open_text(const char* path) {
@@ -143,6 +143,13 @@ inline void run_in_threads(std::size_t parts, const std::function<void(std::size
   for (const auto& failure : failures) {
     if (failure) std::rethrow_exception(failure);
   }
+}
+// Runs `work(i)` for each i below `count`, in up to `most` threads. Throws as run_in_threads(): some may not have run.
+inline void for_each_in_threads(std::size_t count, std::size_t most, const std::function<void(std::size_t)>& work) {
+  std::atomic<std::size_t> next{0};
+  run_in_threads(std::min(up_to_cores(most), count), [&](std::size_t) {
+    for (std::size_t i = next++; i < count; i = next++) work(i);
+  });
 }
 // Runs `task` in another thread, or, if the system refuses one, in the first thread that waits for the result.
 [[nodiscard]] inline std::shared_future<void> run_beside(std::function<void()> task) {

@@ -54,8 +54,8 @@ class Arena {
   }
   [[nodiscard]] const std::map<Address, std::size_t>& spans() const { return spans_.ranges(); }
 
-  // Takes out a free range: one with memory if there is one, else one without; always one without if the arena is busy
-  // or `bare`. Returns nothing if none is large enough.
+  // Takes out a free range, preferably one with memory; only one without if `bare` or the arena is busy. Returns
+  // nothing if none is large enough.
   [[nodiscard]] std::optional<Place> take(std::size_t bytes, bool bare = false) {
     const auto mapped = busy_ || bare ? std::nullopt : mapped_.take(bytes);
     const auto address = mapped ? mapped : unmapped_.take(bytes);

@@ -332,11 +332,9 @@ class Saver::Operation {
       result.work.raise_to(device.seconds);
       for (const auto& [tag, bytes] : device.released_bytes) {
         tags[tag].released_bytes += bytes;
-        tags[tag].already = false;
       }
       for (const auto& [arena, chunk, restore] : device.acquired) {
         tags[arena->key().tag].resumed_bytes += chunk.bytes;
-        tags[arena->key().tag].already = false;
       }
       for (const auto& content : device.blocks) {
         TagOutcome& outcome = tags[content.tag];
@@ -351,6 +349,7 @@ class Saver::Operation {
     }
     for (auto& [tag, outcome] : tags) {
       if (outcome.state.empty()) outcome.state = "resident";
+      outcome.already = outcome.released_bytes == 0 && outcome.resumed_bytes == 0;
       result.tags.push_back(std::move(outcome));
     }
     return result;
@@ -477,10 +476,7 @@ class Saver::Release final : public Operation {
       if (changed == overrides_.end() || keeps_content(changed->second)) continue;
       const auto blocks = arena->blocks();
       if (std::none_of(blocks.begin(), blocks.end(), [](const auto& each) { return each.second->damaged; })) continue;
-      for (const auto& [base, block] : blocks) {
-        if (arena->is_mapped(base + block->offset, block->bytes)) continue;
-        saver_.backups_.give_back(*block, arena->key().device);
-      }
+      saver_.drop_backups_if(*arena, [arena](Address at, std::size_t size) { return !arena->is_mapped(at, size); });
       arena->set_released_under(changed->second);
     }
   }
@@ -520,15 +516,12 @@ class Saver::Reserve final : public Resume {
  private:
   void run() REQUIRES(saver_.backups_.operation_mutex) override {
     saver_.physical_.give_back_reserved();
-    try {
-      check_room("resume", "everything stays released with its backup");
-      for (const auto& [index, device] : devices_) {
-        for (const auto& [arena, chunk, fill] : device.chunks()) saver_.physical_.reserve(arena->key(), chunk.bytes);
-      }
-    } catch (...) {
-      saver_.give_back_reserved();
-      throw;
+    Cleanup undo([this] { saver_.give_back_reserved(); });
+    check_room("resume", "everything stays released with its backup");
+    for (const auto& [index, device] : devices_) {
+      for (const auto& [arena, chunk, fill] : device.chunks()) saver_.physical_.reserve(arena->key(), chunk.bytes);
     }
+    undo.dismiss();
   }
 };
 
@@ -573,7 +566,7 @@ class Saver::Resize final : public Operation {
 
   void run() REQUIRES(saver_.backups_.operation_mutex) override {
     for (const auto& [begin, bytes] : unused_) {
-      if (live_.overlaps(begin, bytes)) continue;
+      if (bytes == 0 || live_.overlaps(begin, bytes)) continue;
       throw Error(ErrorKind::configuration, "unused memory is not in a region of the tag")
           .with_advice("allocate it in one; nothing was changed");
     }
@@ -611,25 +604,19 @@ class Saver::Resize final : public Operation {
         if (!used.overlaps(piece.begin, piece.bytes)) unused.add(piece.begin, piece.bytes);
       }
     }
-    for (auto& [base, block] : arena.blocks()) {
-      if (!unused.overlaps(base + block->offset, block->bytes)) continue;
-      saver_.backups_.give_back(*block, arena.key().device);
-    }
+    saver_.drop_backups_if(arena, [&](Address at, std::size_t bytes) { return unused.overlaps(at, bytes); });
     arena.set_shrunk(unused);
   }
 
   // Drops the backups of the chunks to be given back: these come back with zeros.
   void forget_backups() REQUIRES(saver_.backups_.operation_mutex) EXCLUDES(saver_.map_.mutex) {
     const Lock lock(saver_.map_.mutex);
-    for (auto& [index, device] : devices_) {
-      RangeSet going;
+    RangeSet going;
+    for (const auto& [index, device] : devices_) {
       for (const auto& [arena, chunk, restore] : device.going) going.add(chunk.address, chunk.bytes);
-      for (Arena* const arena : arenas_) {
-        if (arena->key().device != index) continue;
-        for (const auto& [base, block] : arena->blocks()) {
-          if (going.overlaps(base + block->offset, block->bytes)) saver_.backups_.give_back(*block, index);
-        }
-      }
+    }
+    for (Arena* const arena : arenas_) {
+      saver_.drop_backups_if(*arena, [&](Address at, std::size_t bytes) { return going.overlaps(at, bytes); });
     }
   }
 

@@ -87,12 +87,9 @@ class PhysicalMemory {
         const Lock lock(map_.mutex);
         arena.drop_chunk(chunk.address, restore);
       }
-      try {
-        driver_.release(device, chunk.handle, chunk.bytes);
-      } catch (...) {
-        add({device, chunk.handle, chunk.bytes});
-        throw;
-      }
+      Cleanup on_failure([&] { add({device, chunk.handle, chunk.bytes}); });
+      driver_.release(device, chunk.handle, chunk.bytes);
+      on_failure.dismiss();
     } catch (Error& error) {
       throw error.with_tag(arena.key().tag).with_device(device).with_bytes(chunk.bytes);
     }

@@ -70,7 +70,7 @@ struct TagOutcome {
   std::size_t shared_bytes = 0;  // not copied: the shared store has the content from another process
   std::size_t zero_bytes = 0;
   std::size_t restored_bytes = 0;
-  bool already = true;  // there was nothing to do
+  bool already = false;  // there was nothing to do
 };
 
 struct OperationResult {

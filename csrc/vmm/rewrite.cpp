@@ -67,7 +67,7 @@ void Rewrite::plan(const std::vector<NewContent>& contents) {
              !arena->is_mapped(base + block.offset, block.bytes);
     });
     if (!kept || blocks.empty()) {
-      throw Error(ErrorKind::configuration, "only released memory that is kept in host memory gets new content")
+      throw Error(ErrorKind::configuration, "new content is only for released memory whose backup is in host memory")
           .with_address(address);
     }
   }
@@ -159,10 +159,7 @@ Block* Rewrite::still(const Item& item) const {
 
 void Rewrite::for_each_item(const std::function<void(Item&)>& work) {
   constexpr std::size_t kThreads = 16;
-  std::atomic<std::size_t> next{0};
-  sys::run_in_threads(std::min(sys::up_to_cores(kThreads), items_.size()), [&](std::size_t) {
-    for (std::size_t i = next++; i < items_.size(); i = next++) work(items_[i]);
-  });
+  sys::for_each_in_threads(items_.size(), kThreads, [&](std::size_t i) { work(items_[i]); });
 }
 
 void Rewrite::give_back() noexcept {

@@ -61,25 +61,22 @@ std::vector<Chunk> Saver::acquire(Arena& arena, const std::vector<RangeSet::Rang
   const int device = arena.key().device;
   const std::size_t bytes = sum_of(ranges);
   std::vector<Chunk> chunks;
-  try {
-    if (const std::size_t margin = memory_margin_) {
-      const MemoryInfo memory = driver_->memory_info(device);
-      if (margin > memory.free_bytes || bytes > memory.free_bytes - margin) {
-        throw Error(ErrorKind::out_of_device_memory, "the allocation would leave less free than the memory margin")
-            .with_memory(bytes + margin, memory.free_bytes);
-      }
-    }
-    Cleanup undo;
-    for (const auto& range : ranges) {
-      chunks.push_back(physical_.acquire(arena.key(), range.begin, range.bytes, undo));
-    }
-    undo.dismiss();
-  } catch (...) {
+  Cleanup undo([&] {
     const Lock lock(map_.mutex);
     arena.reclaim(ranges.front().begin, bytes);
     physical_.withhold(map_, arena, ranges.front().begin, bytes);
-    throw;
+  });
+  if (const std::size_t margin = memory_margin_) {
+    const MemoryInfo memory = driver_->memory_info(device);
+    if (margin > memory.free_bytes || bytes > memory.free_bytes - margin) {
+      throw Error(ErrorKind::out_of_device_memory, "the allocation would leave less free than the memory margin")
+          .with_memory(bytes + margin, memory.free_bytes);
+    }
   }
+  for (const auto& range : ranges) {
+    chunks.push_back(physical_.acquire(arena.key(), range.begin, range.bytes, undo));
+  }
+  undo.dismiss();
   return chunks;
 }
 
@@ -109,7 +106,7 @@ std::vector<SavedAllocation> Saver::saved(const std::string& tag) const {
 
 Address Saver::adopt(const Arena::Key& key, std::size_t bytes, const std::vector<SavedBlock>& saved) {
   check_usable();
-  if (backups_.shared() == nullptr) throw Error(ErrorKind::configuration, "this process shares no backups");
+  if (backups_.shared() == nullptr) throw Error(ErrorKind::configuration, "this process uses no shared store");
   add_device(key.device);
   driver_->prepare_digest(key.device);
   std::vector<Block> blocks;
@@ -127,7 +124,7 @@ Address Saver::adopt(const Arena::Key& key, std::size_t bytes, const std::vector
   std::size_t end = 0;
   for (const auto& block : blocks) end = block.offset == end && block.bytes <= kBlockBytes ? end + block.bytes : 0;
   if (bytes == 0 || end != bytes || bytes % info.granularity != 0) {
-    throw Error(ErrorKind::backup, "what is to be brought in is no allocation of this device");
+    throw Error(ErrorKind::backup, "the saved blocks are not an allocation of this device");
   }
   Arena& arena = map_.arena_for(key);
   std::optional<Arena::Place> place;
@@ -196,9 +193,7 @@ std::vector<Chunk> Saver::remove(Arena& arena, Address address) {
 void Saver::drop_resident(const Tags& tags) {
   const Lock lock(map_.mutex);
   for (Arena* const arena : map_.select(tags)) {
-    for (const auto& [base, block] : arena->blocks()) {
-      if (arena->is_mapped(base + block->offset, block->bytes)) backups_.give_back(*block, arena->key().device);
-    }
+    drop_backups_if(*arena, [arena](Address at, std::size_t bytes) { return arena->is_mapped(at, bytes); });
   }
 }
 
@@ -217,6 +212,12 @@ void Saver::prepare_backup() {
     if (backups_.packs() || shared != nullptr) driver_->prepare_packing(device);
   }
   if (backups_.packs()) expect_backups();
+  grow_backup_memory();
+}
+
+void Saver::grow_backup_memory() {
+  check_usable();
+  SharedStore* const shared = backups_.shared();
   std::map<HostPool*, std::size_t> wanted;
   std::size_t sum = 0;
   {

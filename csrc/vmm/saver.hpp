@@ -55,8 +55,8 @@ class Saver {
   // Returns the allocations of `tag`, unless an operation works on them, whose whole backup is zeros or shared.
   [[nodiscard]] std::vector<SavedAllocation> saved(const std::string& tag) const;
   // Returns a new allocation, released, whose backup is what the shared store has of `saved`; a resume copies it in.
-  // Throws backup if a block is missing there or no allocation can be as `saved`, or driver errors: nothing has
-  // changed.
+  // Throws configuration without a shared store, backup if it lacks a block or the blocks do not form an allocation of
+  // `bytes`, out_of_host_memory or driver errors: nothing has changed.
   [[nodiscard]] Address adopt(const Arena::Key& key, std::size_t bytes, const std::vector<SavedBlock>& saved);
   // Takes the device memory that a resume of `tags` needs, in place of what was reserved before. The next resume uses
   // it, so that it cannot run out of memory, and gives back the rest. Throws driver errors: nothing is reserved.
@@ -65,6 +65,8 @@ class Saver {
 
   // Compiles kernels (0.25 s each, once), and starts to pin the host memory that a release of everything needs.
   void prepare_backup();
+  // Only starts to pin that memory, as much as content that does not pack needs. Calls no device.
+  void grow_backup_memory();
   // Waits until that memory is pinned. Throws the out_of_host_memory or driver error that stopped the pinning.
   void wait_until_prepared();
   // Waits for all work on every device. Throws driver errors.
@@ -126,6 +128,13 @@ class Saver {
   // Removes an allocation and its backups. Returns the chunks for the caller to pass to PhysicalMemory::give_back(),
   // without the lock.
   [[nodiscard]] std::vector<Chunk> remove(Arena& arena, Address address) REQUIRES(map_.mutex);
+  // Drops the backups of the arena's blocks for which `wanted(address, bytes)` returns true.
+  template <typename Wanted>
+  void drop_backups_if(Arena& arena, const Wanted& wanted) REQUIRES(map_.mutex) {
+    for (const auto& [base, block] : arena.blocks()) {
+      if (wanted(base + block->offset, block->bytes)) backups_.give_back(*block, arena.key().device);
+    }
+  }
   // Drops the backups of resident memory under `tags`.
   void drop_resident(const Tags& tags) REQUIRES(backups_.operation_mutex) EXCLUDES(map_.mutex);
   // Notes for each resident block what its backup is expected to take. Throws context_lost; after another failure

@@ -48,8 +48,9 @@ class Backend:
         return nullcontext()
 
     def outside_regions(self, *, own_pool: bool = False) -> AbstractContextManager[Any]:
-        """Return a context manager in which what this thread allocates is under no tag. With ``own_pool`` it is in a
-        pool that ends with it: not in free blocks of tagged memory, and back with the driver once it is freed."""
+        """Return a context manager in which what this thread allocates is under no tag. With ``own_pool`` it comes from
+        a separate pool, which ends with the block: not from free blocks of tagged memory, and once it is freed it goes
+        back to the driver."""
         return nullcontext()
 
     def new_graph_pool(self, tag: str, restore: str) -> Any:
@@ -92,10 +93,6 @@ class Backend:
     def has_host_memory(self, index: int) -> bool:
         """Return whether a device has no memory but the host's, as GB10 and Jetson have."""
         return False
-
-    def graph_memory(self, saver: _native.Saver, index: int) -> int:
-        """Return the bytes that the driver holds for allocations made inside of CUDA graphs."""
-        return 0
 
     def read_torch_memory(self, saver: _native.Saver | None, index: int) -> TorchMemory:
         """Return what torch's allocator holds of a device. Calls no driver."""

@@ -133,7 +133,8 @@ class CudaBackend(Backend):
         super().__init__()
         self._lock = threading.Lock()
         self._allocators: dict[int, torch.cuda.memory.CUDAPluggableAllocator] = {}
-        #: By device, tag, policy, chunk size and whether the tag lacks memory, with the releases before it was made.
+        #: Each pool with the number of its tag's releases before it was made; by device, tag, policy, chunk size, and
+        #: whether the tag lacks memory.
         self._pools: dict[tuple[int, str, str, int, bool], tuple[int, Pool]] = {}
         self._region_pool_ids: set[tuple[int, ...]] = set()
         self._releases: Counter[str] = Counter()
@@ -161,7 +162,7 @@ class CudaBackend(Backend):
         with self._lock:
             return self._new_pool(torch.cuda.current_device(), tag, restore)
 
-    def pool_for(self, saver: _native.Saver, device: int, tag: str, restore: str, chunk_bytes: int = 0) -> Pool:
+    def pool_for(self, saver: _native.Saver, device: int, tag: str, restore: str, chunk_bytes: int) -> Pool:
         """Return the pool that a region allocates from now."""
         lacking = any(each["tag"] == tag and each["resident_bytes"] < each["bytes"] for each in saver.status()["tags"])
         key = (device, tag, restore, chunk_bytes, lacking)
@@ -226,9 +227,6 @@ class CudaBackend(Backend):
 
     def has_host_memory(self, index: int) -> bool:
         return bool(torch.cuda.get_device_properties(index).is_integrated)
-
-    def graph_memory(self, saver: _native.Saver, index: int) -> int:
-        return saver.graph_memory(index)
 
     def read_torch_memory(self, saver: _native.Saver | None, index: int) -> TorchMemory:
         if not torch.cuda.is_initialized():

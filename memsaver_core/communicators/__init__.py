@@ -35,7 +35,7 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class _Call:
-    """A call into NCCL, which may be under way still."""
+    """A call into NCCL that may not have returned yet."""
 
     what: str
     name: str
@@ -53,10 +53,9 @@ class Communicators:
         self._late: dict[str, _Call] = {}
 
     def register(self, name: str, comm: int, *, ranks: int, rank: int, device: int | None = None) -> None:
-        """Register a communicator that memsaver does not find by itself, so that it is suspended and resumed, too.
-
-        Found are those of torch's process groups, of vLLM's and of SGLang's PyNcclCommunicator. Raises
-        ConfigurationError if the name is taken.
+        """Register a communicator that memsaver does not find by itself, so that it is suspended and resumed, too. It
+        finds those of torch's process groups, and of vLLM's and SGLang's PyNcclCommunicator. Raises ConfigurationError
+        if the name is taken.
 
         Args:
             name: the same on all of its ranks, and of no other communicator that a rank of the engine has.

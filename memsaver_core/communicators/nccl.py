@@ -83,8 +83,9 @@ def loaded() -> Nccl | None:
     return None
 
 
-def loaded_paths(maps: Path = Path("/proc/self/maps")) -> tuple[str, ...]:
-    with maps.open() as lines:
+def loaded_paths() -> tuple[str, ...]:
+    """Return the paths of the libnccl files that this process has mapped."""
+    with open("/proc/self/maps") as lines:
         fields = (line.rstrip("\n").split(maxsplit=5) for line in lines if "/libnccl.so" in line)
         return tuple(dict.fromkeys(each[5] for each in fields))
 

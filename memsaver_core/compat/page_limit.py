@@ -60,9 +60,10 @@ class Prefixes:
 
 
 class PageLimit(ABC):
-    """Has an engine hand out only pages below a limit. A free page at or above it is held: the engine's allocator does
-    not have it, it caches no prefix, and the engine counts as that much smaller. A page in use is held once it is free.
-    The first ``kept`` pages have memory. Derived classes have ``late`` and ``preempt`` of ``LimitedPages``, too."""
+    """Has an engine hand out only the first pages of its cache, up to a limit. The free ones behind that are held: they
+    are taken out of the engine's allocator, cache no prefix, and do not count as the engine's. A page in use is held
+    once it is free. The first ``kept`` pages have memory. Derived classes have ``late`` and ``preempt`` of
+    ``LimitedPages``, too."""
 
     _held: Sized
 

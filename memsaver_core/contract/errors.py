@@ -56,19 +56,16 @@ class UnknownTagError(MemsaverError, LookupError, kind="unknown_tag", status=400
     known: list[str]
 
     @classmethod
-    def of(cls, unknown: list[str], known: list[str]) -> UnknownTagError:
-        return cls(
-            f"unknown tag{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}; "
-            f"the tags that exist are {', '.join(map(repr, known)) or 'none'}",
-            unknown,
-            known,
-        )
-
-    @classmethod
     def check(cls, tags: Sequence[str], known: Collection[str]) -> None:
         """Raise the error if one of ``tags`` is not ``known``."""
         if unknown := [tag for tag in tags if tag not in known]:
-            raise cls.of(unknown, sorted(set(known)))
+            names = sorted(set(known))
+            raise cls(
+                f"unknown tag{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}; "
+                f"the tags that exist are {', '.join(map(repr, names)) or 'none'}",
+                unknown,
+                names,
+            )
 
 
 class OutOfDeviceMemoryError(MemsaverError, kind="out_of_device_memory", status=503, retry_after_s=RETRY_AFTER_S):

@@ -118,12 +118,12 @@ def ipc_tensors() -> int:
     return sum(_is_cuda_handle(key) and not storage.expired() for key, storage in shared)
 
 
-def managed_bytes(maps: Path = Path("/proc/self/maps")) -> int:
+def managed_bytes() -> int:
     """Return the bytes of managed memory of this process, in use or cached by CUDA; raise MemsaverError if it may open
     no more files. The driver maps managed memory from the unified-memory device file, at an offset equal to the
     address. An ordinary context maps that file only for semaphores, below ``_FIRST_MANAGED``."""
     try:
-        lines = maps.read_text().splitlines()
+        lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError as error:
         raise MemsaverError(f"cannot look for managed memory: {error}; repeat the call when it can") from error
     size = 0

@@ -52,6 +52,7 @@ class Attachment(AbstractContextManager["Attachment"]):
 
     def __init__(self, server: _Server, bound: socket.socket, thread: threading.Thread) -> None:
         self._server = server
+        self._controller = server.config.app.state.memsaver.controller  # type: ignore[union-attr]
         self._thread = thread
         name = bound.getsockname()
         self._path = name if isinstance(name, str) else None
@@ -71,13 +72,14 @@ class Attachment(AbstractContextManager["Attachment"]):
                 if os.stat(self._path).st_ino == self._inode:
                     os.unlink(self._path)
             self._path = None
-        self._server.stop()
+        self._controller.close()  # it ends the streams, which would keep the server running
+        self._server.should_exit = True
         self._thread.join()
 
     @property
     def lifecycle(self) -> Lifecycle:
         """The state machine behind the routes, for the program that runs the engine."""
-        return self._server.config.app.state.memsaver.controller.lifecycle  # type: ignore[no-any-return, union-attr]
+        return self._controller.lifecycle  # type: ignore[no-any-return]
 
     def __exit__(self, *_error: object) -> None:
         self.close()
@@ -192,12 +194,6 @@ class _Server(uvicorn.Server):
             for each in sockets or ():
                 each.listen(BACKLOG)
         self.settled.set()
-
-    def stop(self) -> None:
-        """Make the server end; first its streams, which would keep it running."""
-        app = self.config.app
-        app.state.memsaver.controller.close()  # type: ignore[union-attr]
-        self.should_exit = True
 
 
 def _check_certificate(certfile: _Path | None, keyfile: _Path | None) -> None:

@@ -44,7 +44,6 @@ class AuditLog:
                 ) from None
 
     def record(self, operation: Operation, outcome: str) -> None:
-        """Write the line of an operation that has ended."""
         if self._file is None and not logger.isEnabledFor(logging.INFO):
             return
         line = json.dumps(_line(operation, outcome))

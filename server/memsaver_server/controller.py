@@ -34,8 +34,6 @@ def kind_of(error: BaseException | None) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a caller is answered."""
-
     body: dict[str, Any]
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -89,12 +87,12 @@ class EngineState:
 
 @dataclass(frozen=True, eq=False)
 class Models:
-    """The pydantic models of the requests to a kind of controller, and of its answers; one object for each kind.
+    """The pydantic models of the requests to a kind of controller, and of its answers.
 
     Attributes:
         several: answers list engines.
         selected: which engines a call is about.
-        failures: descriptions of the error statuses that not every controller has.
+        failures: descriptions of further error statuses, by status.
     """
 
     release: type[Release] = Release
@@ -124,7 +122,6 @@ class Controller(Protocol[OperationT]):
     models: Models
     operations: OperationQueue | History[OperationT]  # those that are remembered
     closing: threading.Event  # set by ``close``: streams end
-    name: str
     capabilities: frozenset[Capability]
     callers: CallerFigures
 
@@ -216,7 +213,7 @@ class Controller(Protocol[OperationT]):
     # -- state ---------------------------------------------------------------------------------------------------
 
     async def occupation(self, coordinator: str = "") -> dict[str, Any]:
-        """Return what is held now, as JSON, to the coordinator of this name, if any; it then holds the engine."""
+        """Return what is held now, as JSON. If a ``coordinator`` asks, it holds the engine from then on."""
 
     async def rows(self, selected: Fields | None) -> Sequence[EngineState]:
         """Return the selected engines; None: all, if there are any."""

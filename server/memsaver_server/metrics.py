@@ -35,28 +35,27 @@ class Registry(CollectorRegistry):
 
 
 def caller_metrics(callers: CallerFigures) -> Iterator[Metric]:
-    """Yield what a server counts of its callers, and of the lines that it could not log."""
+    """Yield the figures of a server's callers, and how many lines could not be logged."""
     help_text = "Requests that were refused because of their caller, by reason."
     yield counters("memsaver_refused_requests", help_text, ["reason"], callers.refused)
     help_text = "Connections that the service's own server ended, by reason."
     yield counters("memsaver_ended_connections", help_text, ["reason"], callers.ended)
-    now = {(state,): count for state, count in callers.open.items()}
-    yield gauges("memsaver_connections", "Open connections of the service's own server.", ["state"], now)
+    yield gauges("memsaver_connections", "Open connections of the service's own server.", ["state"], callers.open)
     help_text = "Lines of logs and audit that could not be written in time, by output."
     yield counters("memsaver_log_lines_dropped", help_text, ["output"], dropped)
 
 
 def counters(name: str, help_text: str, labels: list[str], counts: Mapping[Any, float]) -> Metric:
     """Return a counter. A key of ``counts`` is the value of the label, or a tuple of the values of several."""
-    values = {each if isinstance(each, tuple) else (each,): count for each, count in sorted(counts.items())}
-    return _filled(CounterMetricFamily(name, help_text, labels=labels), values)
+    return _filled(CounterMetricFamily(name, help_text, labels=labels), dict(sorted(counts.items())))
 
 
 def gauges(name: str, help_text: str, labels: list[str], values: Mapping[Any, float]) -> Metric:
+    """Return a gauge; keys as for ``counters``."""
     return _filled(GaugeMetricFamily(name, help_text, labels=labels), values)
 
 
 def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[Any, float]) -> Metric:
-    for labels, value in values.items():
-        family.add_metric(list(labels), value)
+    for key, value in values.items():
+        family.add_metric(list(key) if isinstance(key, tuple) else [key], value)
     return family

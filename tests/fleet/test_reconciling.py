@@ -208,6 +208,19 @@ def test_weights_that_a_caller_excluded_are_not_served(
         assert sum(message.startswith(f"engine c: {why}") for message in caplog.messages) == 1
 
 
+def test_a_version_that_a_resume_of_a_model_demands(fleet: Fleet, sites: Sites) -> None:
+    """Members are listed without their models."""
+    b = sites["b"]
+    with b.attachment.lifecycle.writing(version="v2"):
+        pass
+    assert fleet.resume(Selector(models=("model of b",)), weights_version="v2").success
+    with b.attachment.lifecycle.writing(version="v1"):
+        pass
+    b.http.post("/release_memory_occupation").raise_for_status()
+    assert [(each.name, each.kind) for each in fleet.reconcile()] == [("b", "wrong_weights_version")]
+    assert not b.is_serving
+
+
 def test_content_that_is_lost_is_logged_once(fleet: Fleet, sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
     assert fleet.release(Selector(names=("b",)), restore={"weights": "discard"}).success
     assert not fleet.reconcile(), "it is asleep, as it is wanted"

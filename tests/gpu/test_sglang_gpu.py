@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch.multiprocessing.reductions import reduce_tensor
 
 from memsaver_core import compat
 from tests.engine_server import COUNTS
@@ -280,6 +285,40 @@ def test_a_draft_model_with_a_cache_of_any_size(start: Start, tmp_path: Path) ->
 def test_two_ranks_with_a_cache_of_any_size(start: Start) -> None:
     server = start("--tp", "2", "--disable-custom-all-reduce", *ELASTIC, *NO_PREFILL_GRAPHS, **PIECES)
     check_sizes(server, server.answers)
+
+
+def write_by_ipc(server: GpuServer, folder: Path) -> None:
+    """Have SGLang copy the weights of its checkpoint from this process's device memory, as from checkpoint-engine's
+    parameter server: by the messages that ``checkpoint_engine.worker`` 0.4.2 awaits."""
+    zmq = pytest.importorskip("zmq")
+    pytest.importorskip("checkpoint_engine.worker")
+    weights = load_file(server.model / "model.safetensors", device="cuda")
+    offsets = itertools.accumulate((each.nbytes for each in weights.values()), initial=0)
+    buffer = torch.cat([each.flatten().view(torch.uint8) for each in weights.values()])
+    parts = [
+        {"name": name, "shape": each.shape, "dtype": each.dtype, "offset": offset}
+        for (name, each), offset in zip(weights.items(), offsets, strict=False)
+    ]
+    handles = {f"GPU-{torch.cuda.get_device_properties(0).uuid}": f"ipc://{folder}/weights"}
+    with zmq.Context() as context, context.socket(zmq.REQ) as socket, ThreadPoolExecutor(1) as pool, server.writing():
+        socket.rcvtimeo, socket.linger = 60_000, 0
+        socket.bind(*handles.values())
+        asked = pool.submit(server.own, "/update_weights_from_ipc", {"zmq_handles": handles})
+        for message in (reduce_tensor(buffer), parts, None, None):
+            socket.send_pyobj(message)
+            assert socket.recv() == b""
+        asked.result()
+
+
+def test_weights_from_memory_of_another_process(start: Start, tmp_path: Path) -> None:
+    """Into an engine whose cache is still released."""
+    server = start(*NO_PREFILL_GRAPHS, **RELEASED)
+    expected = server.answers()
+    server.service("/release_memory_occupation", {"restore": {"weights": "discard"}})
+    server.service("/resume_memory_occupation", {"tags": ["weights"]})
+    write_by_ipc(server, tmp_path)
+    server.service("/resume_memory_occupation")
+    assert server.answers() == expected
 
 
 def test_experts(start: Start) -> None:

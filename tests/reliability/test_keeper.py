@@ -192,7 +192,7 @@ def change_in_the_store(keeper: Keeper, pattern: bytes) -> None:
     [
         (struct.pack("<2f", 1234.5, 1235.5), "differs from the digest"),
         (b'"storages": [[', "is damaged, or of another version"),
-        (b"memsaver-weights-1 ", "is damaged, or of another version"),
+        (b"memsaver-weights-1", "is damaged, or of another version"),
     ],
     ids=["content", "manifest", "head"],
 )

@@ -425,6 +425,7 @@ class Scheduler:
         self._request_dispatcher: Callable[[Any], Any] = self._dispatch
         #: Set to keep requests from ending: each step then computes nothing.
         self.stalled = False
+        self.update_error = ""
 
     def run_event_loop(self) -> None:
         sending: list[Any] = []
@@ -473,6 +474,8 @@ class Scheduler:
         elif isinstance(request, ContinueGenerationReqInput):
             self.continue_generation(request)
         elif isinstance(request, UpdateWeightsFromTensorReqInput):
+            if self.update_error:
+                return UpdateWeightsFromTensorReqOutput(False, self.update_error)
             with torch.no_grad():
                 self.tp_worker.model_runner.model.table.copy_(request.table * (self.ps.rank + 1))
             return UpdateWeightsFromTensorReqOutput(True)
@@ -592,7 +595,7 @@ def install(monkeypatch: pytest.MonkeyPatch, torch_memory_saver: ModuleType) -> 
         "sglang.srt.managers.tokenizer_manager": {"TokenizerManager": TokenizerManager},
         "sglang.srt.mem_cache": {},
         "sglang.srt.mem_cache.swa_memory_pool": {"SWAKVPool": type("SWAKVPool", (), {})},
-        "sglang.srt.model_loader": {},
+        "sglang.srt.model_loader": {"loader": SimpleNamespace(device_loading_context=lambda module, device: None)},
         "sglang.srt.model_loader.loader": {"DefaultModelLoader": SimpleNamespace(load_model=lambda loader: None)},
         "sglang.srt.plugins": {},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 import memsaver_core as ms
 from memsaver_core.compat import torch_memory_saver
@@ -337,6 +338,28 @@ def test_weights_without_a_backup(serve: Callable[..., Serving], resumed_first: 
     serving.call("/resume_memory_occupation")
     assert float(model.scale) == 3.0
     assert serving.generate() == expected
+
+
+def test_an_update_of_weights_that_are_released(serve: Callable[..., Serving]) -> None:
+    """The resume brings in what it wrote in host memory."""
+    serving = serve()
+    expected, model = serving.generate(), serving.scheduler.tp_worker.model_runner.model
+    new = model.table.detach().roll(1)
+
+    def update(rid: str) -> Any:
+        serving.scheduler.received.put(standin.UpdateWeightsFromTensorReqInput(new, rid=rid))
+        return serving.answer(rid)
+
+    serving.call("/release_memory_occupation")
+    assert update("first").success
+    serving.call("/resume_memory_occupation")
+    assert torch.equal(model.table, new)
+    assert serving.generate() != expected
+    serving.call("/release_memory_occupation")
+    model.post_load_weights = lambda: None  # of a model that computes something from its weights
+    refused = update("second")
+    assert (refused.success, "derived weights" in refused.message) == (False, True)
+    serving.call("/resume_memory_occupation")
 
 
 def test_an_update_with_a_beginning_and_an_end(serve: Callable[..., Serving]) -> None:

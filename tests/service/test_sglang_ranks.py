@@ -212,6 +212,20 @@ def test_weights_without_a_backup(serve: Callable[..., Serving]) -> None:
     assert serving.generate() == expected
 
 
+def test_an_update_that_one_rank_cannot_take(serve: Callable[..., Serving]) -> None:
+    """While the weights are released no rank takes it."""
+    serving = serve(2)
+    expected = serving.generate()
+    table = torch.arange(standin.VOCABULARY, dtype=torch.float64).roll(1) + 1
+    serving.call("/release_memory_occupation")
+    serving.engine.send(standin.Run(1, sglang_ranks.fail_updates))
+    serving.engine.send(standin.UpdateWeightsFromTensorReqInput(table, rid="update"))
+    failed = serving.engine.answer("update")
+    assert (failed.success, "rank 1" in failed.message, "a shard is missing" in failed.message) == (False, True, True)
+    serving.call("/resume_memory_occupation")
+    assert serving.generate() == expected
+
+
 @pytest.mark.parametrize("fail", [sglang_ranks.fail_copies, sglang_ranks.fail_buffers])
 def test_a_rank_that_fails(serve: Callable[..., Serving], fail: Callable[[Any], None]) -> None:
     """It is named, the others undo what they did, and the call can be repeated."""

@@ -129,6 +129,30 @@ class Server(EngineServer):
                 call("/resume_memory_occupation")
                 assert answers() == expected, self.output()[-3000:]
 
+    def check_updates_while_released(self, other: Path, ranks: int = 1) -> None:
+        """Weights that are released with a backup are written in host memory, and brought in by the resume; after an
+        update that fails the resume brings in what they were. ``other`` is a checkpoint with other weights."""
+        expected = self.generate()
+        writes: list[Callable[[Path], Any]] = [
+            lambda model: self.write_weights(model_path=str(model)),
+            lambda model: self.write_tensors(model, ranks),
+        ]
+        written = []
+        for write in writes:
+            for model in (other, self.model):
+                self.service("/release_memory_occupation")
+                write(model)
+                assert set(self.tags().values()) == {"released"}
+                self.service("/resume_memory_occupation")
+                written.append(self.generate())
+        new = written[0]
+        assert new != expected
+        assert written == [new, expected] * 2
+        self.own("/release_memory_occupation")
+        self.write_weights(400, model_path=str(other / "missing"))
+        self.own("/resume_memory_occupation")
+        assert self.generate() == expected
+
     def schedulers(self) -> list[psutil.Process]:
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [each for each in children if each.cmdline()[0].startswith("sglang::scheduler")]

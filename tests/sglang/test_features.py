@@ -9,5 +9,7 @@ from .conftest import Start
 
 
 def test_experts(start: Start, tmp_path: Path) -> None:
-    server = start("--enable-weights-cpu-backup", model=checkpoint.write(tmp_path, config=checkpoint.MIXTRAL))
+    model = checkpoint.write(tmp_path / "model", config=checkpoint.MIXTRAL)
+    server = start("--enable-weights-cpu-backup", model=model)
     server.check_cycles(server.generate)
+    server.check_updates_while_released(checkpoint.write(tmp_path / "other", seed=8, config=checkpoint.MIXTRAL))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.engine_server import COUNTS, prompts
 from tests.native import nccl
 from tests.waiting import wait_until
 
+from . import checkpoint
 from .conftest import Start
 from .server import ANSWER_S, Server, binds_all_ranks
 
@@ -78,6 +80,10 @@ def test_updates_of_discarded_weights(server: Server) -> None:
         write()
         server.own("/resume_memory_occupation")
         assert server.generate() == expected
+
+
+def test_updates_while_released(server: Server, tmp_path: Path) -> None:
+    server.check_updates_while_released(checkpoint.write(tmp_path, seed=8), ranks=2)
 
 
 def test_both_hibernate(server: Server) -> None:

@@ -270,6 +270,47 @@ if plenty:  # until the host lacks memory
 """,
         TMS_RETAIN_CPU_BACKUP=retain,
         PLENTY=str(plenty),
+        MEMSAVER_PREPARE_BACKUP="0",
+    )
+
+
+@pytest.mark.parametrize("kind", ["", "pinned", "mmap"])
+def test_host_memory_for_the_first_pause(kind: str) -> None:
+    """It is pinned from the end of the region on, in the background, until the host lacks memory."""
+    run(
+        INSTALL
+        + """
+import os, time, torch
+import memsaver_core as ms
+from memsaver_core.compat.torch_memory_saver import state
+from torch_memory_saver import torch_memory_saver as saver
+
+def wait_until(condition):
+    deadline = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+plenty = True
+state.is_plentiful = lambda spare: plenty
+backup = lambda: ms.status().host_backup
+with saver.region("discarded"):
+    other = torch.ones(1000)
+assert not backup().target_bytes
+with saver.region("kept", enable_cpu_backup=True, cpu_backup_backend=os.environ["KIND"] or None):
+    tensor = torch.randint(-1 << 63, (1 << 63) - 1, (24 << 20,))
+if os.environ["KIND"] == "mmap":
+    assert not backup().target_bytes
+else:
+    wait_until(lambda: backup().unused_bytes >= tensor.nbytes)
+    plenty = False
+    wait_until(lambda: not backup().unused_bytes)
+expected = tensor.clone()
+saver.pause()
+saver.resume()
+assert torch.equal(tensor, expected)
+""",
+        KIND=kind,
     )
 
 
@@ -312,6 +353,7 @@ wait_until(lambda: len(asked) >= 2)
 assert unused()
 """,
         HOW=how,
+        MEMSAVER_PREPARE_BACKUP="0",
     )
 
 

@@ -83,7 +83,7 @@ def test_status_and_kind_are_those_that_clients_know() -> None:
 @pytest.mark.parametrize(
     ("error", "status", "details", "headers"),
     [
-        (UnknownTagError.of(["a"], ["b"]), 400, {"unknown": ["a"], "known": ["b"]}, {}),
+        (UnknownTagError("m", ["a"], ["b"]), 400, {"unknown": ["a"], "known": ["b"]}, {}),
         (DrainTimeoutError(1.0, ["one"]), 504, {"phase": "drain", "pending": ["one"]}, {}),
         (OutOfDeviceMemoryError("", 7, 3), 503, {"needed_bytes": 7, "free_bytes": 3}, {"Retry-After": "1"}),
         (AdmissionClosedError("closed"), 503, {}, {"Retry-After": "1"}),

@@ -33,7 +33,7 @@ def test_every_public_name_is_there() -> None:
     [
         (ms.MemsaverError("m"), "error", 500, None, {}),
         (ms.ConfigurationError("m"), "bad_request", 400, None, {}),
-        (ms.UnknownTagError.of(["a"], ["b"]), "unknown_tag", 400, None, {"unknown": ["a"], "known": ["b"]}),
+        (ms.UnknownTagError("m", ["a"], ["b"]), "unknown_tag", 400, None, {"unknown": ["a"], "known": ["b"]}),
         (ms.OutOfDeviceMemoryError("m", 2, 1, 0), "out_of_device_memory", 503, 1, {"needed_bytes": 2, "free_bytes": 1}),
         (ms.OutOfHostMemoryError("m", 2, 1), "out_of_host_memory", 507, None, {"needed_bytes": 2, "free_bytes": 1}),
         (

@@ -65,6 +65,8 @@ class TorchMemorySaver:
         with ms.region(tag, restore=restore, chunk_bytes=piece_bytes(tag)), wrapper.cdll.own_region():
             wrapper.set_config(tag, True, enable_cpu_backup, cpu_backup_backend, enable_disk_backup)
             yield
+        if enable_cpu_backup:
+            state.this_process.prepare_pause()
 
     @contextmanager
     def cuda_graph(

@@ -172,6 +172,13 @@ class State:
                 process.saver()
             self._initialized = True
 
+    def prepare_pause(self) -> None:
+        """Pin memory for the first backup of all regions, in the background, and keep it as after a resume."""
+        saver = process.existing_saver()
+        if saver is not None and process.core_settings().prepare_backup and not self.frees_at_once:
+            saver.grow_backup_memory()
+            self._spare.keep(saver)
+
     def pause(self, tag: str | None) -> None:
         """Release a tag, or all if it is None or empty. An unknown tag is ignored."""
         names = _names(tag)

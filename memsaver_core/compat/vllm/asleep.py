@@ -16,7 +16,8 @@ from memsaver_core.lending import Lending
 from memsaver_core.ranks.protocol import Failure
 from memsaver_core.release_resume import status
 
-#: Methods of ``Worker``: call another one and return its error; run one that writes weights, and end what it began.
+#: Methods that are added to ``Worker``: CALL calls another method and returns its error, WRITE runs one that writes
+#: weights, END ends what WRITE began.
 CALL, WRITE, END = "memsaver_call", "memsaver_write", "memsaver_end_write"
 
 LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"

@@ -3,9 +3,9 @@
 vLLM resets it in each sleep, since the hashes of its prefixes do not cover the weights, and vLLM cannot know whether
 these will be the same. Here they are, unless the sleep gives them up, or a call writes them: only then it is reset.
 
-It stays whole without a flush of ours: a connector's stores, also those that are not submitted yet, count as work of
-vLLM's scheduler (``has_requests``). So a pause ends after them, and none reads memory that has gone. An engine core in
-the caller's process does not step by itself: its stores are carried out before it sleeps.
+A connector's stores, also those that are not submitted yet, count as work of vLLM's scheduler (``has_requests``). So a
+pause ends after them, none reads memory that has gone, and the cache stays whole without a flush. An engine core in the
+caller's process does not step by itself: its stores are carried out before it sleeps.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 from memsaver_core.compat.patching import Function
 from memsaver_core.contract.errors import UnsupportedError
 
-#: Connectors that vLLM has in versions that cannot say which ones follow a sleep. All work of these on the cache has
-#: ended when a pause has: the first's counts as work, the second's is done in each step. Others keep the cache
-#: registered with a network card or with another process, which would go on to use memory that has gone.
+#: Connectors that can follow a sleep, in versions of vLLM whose connectors do not say so. All their work on the cache
+#: has ended when a pause has: that of the first counts as work, that of the second is done in each step. Others keep
+#: the cache registered with a network card or with another process, which would go on to use memory that has gone.
 FOLLOWING = ("OffloadingConnector", "LMCacheConnectorV1")
 
 #: The attribute of an engine core whose sleep keeps the tier.

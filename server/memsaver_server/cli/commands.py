@@ -16,7 +16,6 @@ _EPILOG = (
 )
 
 app = typer.Typer(
-    help="Give a GPU back while the inference engine that fills it stays alive.",
     epilog=_EPILOG,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

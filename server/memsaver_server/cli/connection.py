@@ -53,7 +53,7 @@ def connected(connection: Connection, *, as_json: bool = False) -> Iterator[Clie
     from memsaver_server.client import Client
 
     try:
-        made = Client(connection.url, uds=connection.uds or None, api_key=connection.api_key or None)
+        made = Client(connection.url, uds=connection.uds, api_key=connection.api_key)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with made as client:
@@ -66,7 +66,7 @@ def connected(connection: Connection, *, as_json: bool = False) -> Iterator[Clie
                 typer.echo(json.dumps({"success": False, "message": str(error), **body, "status": status}, indent=2))
             else:
                 print_error(str(error), _HINTS.get(code, ""))
-            raise typer.Exit(int(code)) from error
+            raise typer.Exit(code) from error
 
 
 def print_error(message: str, hint: str = "") -> None:

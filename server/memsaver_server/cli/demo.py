@@ -56,10 +56,10 @@ def demo(context: typer.Context) -> None:
                 _run(client, console, spinner)
     except (DemoError, ClientError) as error:
         console.print(Text.assemble(("✗ ", "bold red"), plain(str(error))))
-        raise typer.Exit(int(ExitCode.FAILED)) from error
+        raise typer.Exit(ExitCode.FAILED) from error
     except KeyboardInterrupt:
         console.print("stopped", style="dim")
-        raise typer.Exit(130) from None
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
     console.print("[green]✓[/] tokens equal before and after")
 
 

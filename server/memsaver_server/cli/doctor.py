@@ -39,7 +39,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
             console.print(f"[bold red]{len(blocked)} blocked[/], {warnings} to review")
         else:
             console.print("[green]nothing blocks[/]" + (f", {warnings} to review" if warnings else ""))
-    raise typer.Exit(int(ExitCode.FAILED if blocked else ExitCode.OK))
+    raise typer.Exit(ExitCode.FAILED if blocked else ExitCode.OK)
 
 
 def _table(findings: tuple[Finding, ...]) -> Table:

@@ -196,7 +196,7 @@ def until_ended(client: Client, start: Callable[[], AcceptedAnswer]) -> Operatio
     except KeyboardInterrupt:
         if accepted is not None:
             _say_cancelled(client, accepted.operation_id)
-        raise typer.Exit(int(ExitCode.INTERRUPTED)) from None
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
 def until_prepared(
@@ -208,7 +208,7 @@ def until_prepared(
         return prepare()
     except KeyboardInterrupt:  # the call, or its answer, may still be on its way
         _say_cancelled(client, start().operation_id)
-        raise typer.Exit(int(ExitCode.INTERRUPTED)) from None
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
 @contextmanager

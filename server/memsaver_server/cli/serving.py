@@ -62,7 +62,7 @@ def starting(extra: str) -> Iterator[None]:
     except (ImportError, ValueError, RuntimeError, OSError) as error:
         reason = missing_package(error, extra) if isinstance(error, ImportError) else str(error)
         print_error(f"cannot start: {reason}")
-        raise typer.Exit(int(ExitCode.FAILED)) from error
+        raise typer.Exit(ExitCode.FAILED) from error
     except Ended:
         raise typer.Exit from None
 

@@ -41,8 +41,6 @@ _STATE_STYLES = {
     "stopped": "bold red",
 }
 
-_SIZES = ("resident_bytes", "released_bytes")
-
 #: Width of names, which callers choose, so that a long one leaves room for the figures.
 _NAME_WIDTH = 40
 #: Width if the output is a pipe, in which rows must not be folded.
@@ -63,10 +61,10 @@ def show(answer: AnswerT, view: Callable[[AnswerT], RenderableType], *, as_json:
         make_console().print(view(answer))
 
 
-def plain(text: str) -> Text:
+def plain(text: str, style: str = "") -> Text:
     """Return ``text`` as it is: without markup, and without characters that a terminal obeys or cannot show."""
     seen = (each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in text)
-    return Text("".join(seen))
+    return Text("".join(seen), style=style)
 
 
 def progress_line(progress: reports.ProgressAnswer) -> str:
@@ -149,9 +147,10 @@ def phases_table(
 
 
 def _copied_text(phase: reports.PhaseReport) -> Text:
-    copied = int(phase.details.get("copied_bytes", 0))
-    rate = phase.details.get("gigabytes_per_second")
-    return Text(format_bytes(copied) + (f" at {rate:.1f} GB/s" if rate else "") if copied else "", style="dim")
+    copied, rate = int(phase.details.get("copied_bytes", 0)), phase.details.get("gigabytes_per_second")
+    if not copied:
+        return Text("")
+    return Text(format_bytes(copied) + (f" at {rate:.1f} GB/s" if rate else ""), style="dim")
 
 
 def _device_cells(readings: Iterable[reports.DeviceDelta], devices: Sequence[reports.MeteredDelta]) -> list[Cell]:
@@ -186,7 +185,7 @@ def _outcome(result: reports.OperationAnswer | FleetResult) -> Text:
 def _devices_caption(devices: Sequence[reports.MeteredDelta]) -> Text:
     names = {device.name for device in devices if device.name}
     what = f"{len(devices)} x {names.pop()}" if len(devices) > 1 and len(names) == 1 else ", ".join(sorted(names))
-    return Text.assemble(plain(f"in use by all processes on {what or 'the device'}"), style="dim")
+    return plain(f"in use by all processes on {what or 'the device'}", "dim")
 
 
 def status_view(occupation: status.OccupationAnswer) -> RenderableType:
@@ -201,18 +200,18 @@ def status_view(occupation: status.OccupationAnswer) -> RenderableType:
     if not occupation.enabled:
         parts.append(Text("the saver is disabled: release and resume change nothing", style="yellow"))
     if (prepared := occupation.prepared) is not None:
-        parts.append(Text.assemble(plain(f"prepared: {prepared.text()}"), style="yellow"))
+        parts.append(plain(f"prepared: {prepared.text()}", "yellow"))
     if admission.reason:
-        parts.append(Text.assemble("closed because ", plain(admission.reason), style="dim"))
+        parts.append(plain(f"closed because {admission.reason}", "dim"))
     if engines := getattr(occupation, "engines", ()):
-        parts += ["", table_of(_ENGINE_COLUMNS, map(_engine_cells, engines)), *_wrong(engines)[:-1]]
+        parts += ["", table_of(_ENGINE_COLUMNS, map(_engine_cells, engines)), *_wrong(engines)]
     if occupation.tags:
         parts += ["", status_tags_table(occupation.tags)]
     if occupation.devices:
         parts += ["", devices_table(occupation.devices), "", holders_table(occupation.devices)]
     if occupation.communicators:
         parts += ["", communicators_table(occupation.communicators), *_obstacles(occupation.communicators)]
-    parts += [Text.assemble(plain(f"stays: {each}"), style="yellow") for each in occupation.shared_by_ranks]
+    parts += [plain(f"stays: {each}", "yellow") for each in occupation.shared_by_ranks]
     if len(occupation.ranks) > 1:
         parts += ["", ranks_table(occupation.ranks)]
     if any(tag.backed_up_bytes for tag in occupation.tags):
@@ -221,7 +220,7 @@ def status_view(occupation: status.OccupationAnswer) -> RenderableType:
     if backup.bytes or backup.capacity_bytes:
         parts += ["", Text(_backup_line(backup), style="dim")]
     if (store := backup.shared_store) is not None:
-        parts += ["", Text.assemble(plain(_store_line(store)), style="dim")]
+        parts += ["", plain(_store_line(store), "dim")]
     return Group(*parts)
 
 
@@ -297,7 +296,7 @@ def communicators_table(communicators: Sequence[status.CommunicatorStatus]) -> T
 
 def _obstacles(communicators: Sequence[status.CommunicatorStatus]) -> list[Text]:
     obstacles = dict.fromkeys((each.name, each.obstacle) for each in communicators if each.obstacle)
-    return [Text.assemble(plain(f"{name} stays: {obstacle}"), style="yellow") for name, obstacle in obstacles]
+    return [plain(f"{name} stays: {obstacle}", "yellow") for name, obstacle in obstacles]
 
 
 def ranks_table(ranks: Iterable[status.RankStatus]) -> Table:
@@ -319,12 +318,12 @@ def fleet_status_view(status: FleetStatus) -> RenderableType:
     alive = sum(engine.alive for engine in status.engines)
     count = f"   {alive} of {len(status.engines)} engines answer"
     head = Text.assemble("fleet ", state_text(status.state or "empty"), (count, "dim"))
-    return Group(head, "", table_of(_ENGINE_COLUMNS, map(_engine_cells, status.engines)), *_wrong(status.engines))
+    return Group(head, "", table_of(_ENGINE_COLUMNS, map(_engine_cells, status.engines)), *_wrong(status.engines), "")
 
 
 def fleet_result_view(result: FleetResult) -> RenderableType:
     table = table_of(["engine", "", "state", ">time", ">moved", "operation"], map(_result_cells, result.engines))
-    return Group(_outcome(result), "", table, *_wrong(result.failed))
+    return Group(_outcome(result), "", table, *_wrong(result.failed), "")
 
 
 def all_answer(occupation: status.OccupationAnswer | FleetStatus) -> bool:
@@ -336,9 +335,7 @@ _ENGINE_COLUMNS = ("engine", "state", "wanted", "model", "host", ">on device", "
 
 def _engine_cells(engine: EngineStatus | status.EngineRow) -> list[Cell]:
     state = state_text(engine.state) if engine.alive else Text("no answer", style="bold red")
-    tags = occupation.tags if (occupation := getattr(engine, "occupation", None)) else ()
-    sizes = [getattr(engine, size, sum(getattr(tag, size) for tag in tags)) for size in _SIZES]
-    held: tuple[Cell, ...] = tuple(sizes) if engine.alive else ("", "")
+    held: tuple[Cell, ...] = (engine.resident_bytes, engine.released_bytes) if engine.alive else ("", "")
     return [engine.name, state, engine.wanted, engine.model, engine.host, *held, " ".join(engine.gpus)]
 
 
@@ -352,4 +349,4 @@ def _result_cells(engine: EngineResult) -> list[Cell]:
 
 def _wrong(engines: Iterable[EngineStatus | EngineResult | status.EngineRow]) -> list[RenderableType]:
     wrong = [Text.assemble((f"{each.name}: ", "bold"), plain(each.error)) for each in engines if each.error]
-    return ["", *wrong, ""] if wrong else [""]
+    return ["", *wrong] if wrong else []

@@ -139,14 +139,13 @@ def check_client(machine: Machine) -> Finding:
 
 
 def check_extras(machine: Machine) -> Iterator[Finding]:
-    for extra, packages, level in (
-        ("server", _SERVING[1:], Level.BLOCKED),
-        ("engine", ("transformers", "safetensors"), Level.NOTE),
+    for extra, packages, level, what in (
+        ("server", _SERVING[1:], Level.BLOCKED, "no service can run without it"),
+        ("engine", ("transformers", "safetensors"), Level.NOTE, "memsaver serve and demo need it"),
     ):
         missing = [name for name in packages if not _is_installed(name)]
         if missing:
             found = f"the extra {extra!r} is not installed: {', '.join(missing)} missing"
-            what = "no service can run without it" if extra == "server" else "memsaver serve and demo need it"
             remedy = f"pip install 'memsaver[{extra}]', or in a checkout pip install '.[{extra}]'"
             yield Finding("packages", level, f"{found}; {what}", remedy)
 

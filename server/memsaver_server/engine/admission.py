@@ -66,8 +66,8 @@ class Admission:
         asleep = asleep_dp_ranks(status) | self._leaving
         return bool(asleep) and any(rank.dp_rank not in asleep for rank in status.ranks)
 
-    def close_for(self, reason: str, dp_ranks: Iterable[int] = ()) -> None:
-        """Close admission, for an operation, until ``reopen``; of ``dp_ranks``, if given, else of the whole engine."""
+    def close_for(self, reason: str, dp_ranks: Iterable[int]) -> None:
+        """Close admission for an operation, until ``reopen``: of the engines ``dp_ranks``; of all, if none is named."""
         with self._lock:
             self._operation, self._leaving = reason, frozenset(dp_ranks)
             self._update()

@@ -45,7 +45,7 @@ OLD_S = 10.0
 DRAIN_S = 10.0
 #: A cache of which at least this part is used lacks memory.
 PRESSED = 0.9
-#: It wants so many times what it has, and at least so many steps more; another one so many times what requests use.
+#: It wants MORE times its size, but at least MORE_STEPS steps more; any other cache wants MORE times what requests use.
 MORE, MORE_STEPS = 1.5, 4
 #: For LACKS_S after a prefix was computed again a cache counts as short of memory, and for KEEPS_S it gives none of its
 #: memory to others, seconds. For KEEPS_S after a release it wants the memory that it had before.
@@ -79,7 +79,8 @@ class Balancer:
         self._lifecycle = lifecycle
         self._name = name
         self._asked = 0  # bytes for a resume
-        self._had, self._had_until = 0, -math.inf  # before a release, wanted until then; infinite while released
+        self._had = 0  # bytes before the last release
+        self._had_until = -math.inf  # until when it wants them again; infinite while it is released
         self._stopped = threading.Event()
         self._tried_at = 0.0
         self._recomputed, self._recomputed_at = 0, -KEEPS_S

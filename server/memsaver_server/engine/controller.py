@@ -219,7 +219,7 @@ class EngineController(Controller[Operation]):
             raise errors.UnsupportedError("this engine cannot change the size of its KV cache while it serves")
         return self._cache
 
-    def _holder(self, asker: str = "") -> str:
+    def _holder(self, asker: str) -> str:
         """Return the coordinator other than ``asker`` that asked last, unless that is too long ago. One that has asked
         neither lately nor since ``asker`` asked first is the predecessor of ``asker``, and has ended."""
         now = clock.monotonic()

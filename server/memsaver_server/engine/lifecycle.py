@@ -316,19 +316,21 @@ class Lifecycle:
 
     @contextmanager
     def writing(
-        self, tag: str = "weights", version: str | None = None, refusals: tuple[type[Exception], ...] = ()
+        self, version: str | None = None, refusals: tuple[type[Exception], ...] = (), asleep: bool | None = None
     ) -> Iterator[None]:
-        """Run the block, which writes the content of ``tag`` in place. Waits until no memory is moved.
+        """Run the block, which writes the weights in place. Waits until no memory is moved.
 
-        If the tag is released, and the engine's updates can write host memory, the block finds the tensors there, and
-        the next resume brings in what was written. If the block then raises, content and version are as before.
+        If the weights are released, and the block can write host memory (``asleep``; by default what the engine says
+        of its updates), the block finds the tensors there, and the next resume brings in what was written. If the block
+        then raises, content and version are as before.
 
         Afterwards the weights have this ``version``, and what a release had discarded counts as written, unless the
         block raised or the engine says that weights are still missing. They have no version while the block writes in
         place, nor if it raises then, except one of the ``refusals``, which mean that nothing was written.
 
-        Raises, without running the block, NotResidentError if the tag is released and cannot be written in host memory,
-        OutOfHostMemoryError if there is too little, MemoryBusyError if an operation stalls or another block runs."""
+        Raises, without running the block, NotResidentError if the weights are released and cannot be written in host
+        memory, OutOfHostMemoryError if there is too little, MemoryBusyError if an operation stalls or another block
+        runs."""
         while not self._moving.acquire(timeout=self._phase_timeout_s):
             if self._updating:
                 raise self._update_too_long("nothing was written")
@@ -336,27 +338,27 @@ class Lifecycle:
             if operation is not None and (stall := operation.stall()) is not None:
                 raise errors.MemoryBusyError(f"nothing was written: {operation.stall_message(stall)}", stall.phase)
         try:
-            asleep = getattr(self._engine, "updates_asleep", False) and tag in released_tags(self.memory.status())
+            if asleep is None:
+                asleep = getattr(self._engine, "updates_asleep", False)
+            asleep = asleep and "weights" in released_tags(self.memory.status())
             if not asleep:
-                self.check_resident([tag])
+                self.check_resident(["weights"])
             self._updating = True
-            with self.memory.written_asleep(tag) if asleep else self._written_in_place(tag, refusals):
+            with self.memory.written_asleep("weights") if asleep else self._written_in_place(refusals):
                 yield
             self._verification.content_changed()
-            if tag == "weights":
-                self._weights_version = version
-            if tag != "weights" or not unwritten_weights(self._engine):
-                self._admission.written([tag])
+            self._weights_version = version
+            if not unwritten_weights(self._engine):
+                self._admission.written(["weights"])
         finally:
             self._updating = False
             self._moving.release()
 
     @contextmanager
-    def _written_in_place(self, tag: str, refusals: tuple[type[Exception], ...]) -> Iterator[None]:
+    def _written_in_place(self, refusals: tuple[type[Exception], ...]) -> Iterator[None]:
         before = self._weights_version
         self._verification.content_changed()
-        if tag == "weights":
-            self._weights_version = None
+        self._weights_version = None
         try:
             yield
         except refusals:

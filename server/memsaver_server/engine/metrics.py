@@ -145,8 +145,8 @@ class EngineMetrics:
         yield gauges("memsaver_rank_alive", "1 while the rank's process runs.", ["rank"], alive)
         states = {(name,): float(name == now.state) for name in STATES}
         yield gauges("memsaver_state", "1 for the state that the process is in.", ["state"], states)
-        help_text = "1 while the engine accepts requests."
-        yield GaugeMetricFamily("memsaver_admission_open", help_text, value=float(not now.closed_reason))
+        is_open = float(not now.closed_reason)
+        yield GaugeMetricFamily("memsaver_admission_open", "1 while the engine accepts requests.", value=is_open)
         stalls = {(now.running.request.operation, stall.phase): stall.seconds} if now.running and stall else {}
         prepared = now.running if now.running is not None and now.running.status == "prepared" else None
         leases = {(prepared.request.operation,): prepared.lease_left_s()} if prepared is not None else {}

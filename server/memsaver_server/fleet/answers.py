@@ -1,4 +1,4 @@
-"""An engine's answer, read so that it harms no more than the call that it answers, whatever it is."""
+"""Reads the answers of engines, which may be anything: a bad one fails only its own call."""
 
 from __future__ import annotations
 

@@ -47,13 +47,11 @@ async def call_each(
     async def call(engine: EngineStatus) -> CallRow:
         name, url = engine.name, engine.url
         answering = asyncio.create_task(ask(url, observer.keys.get(name)))
-        why = ""
         try:
-            while not answering.done() and not why:
+            while not answering.done():
                 await asyncio.wait({answering}, timeout=GLANCE_S)
-                why = "" if answering.done() else observer.failure(name)
-            if why:
-                raise httpx.TransportError(why)
+                if not answering.done() and (why := observer.failure(name)):
+                    raise httpx.TransportError(why)
             answer, body = answering.result()
         except (httpx.TransportError, UnreadableError) as error:
             what = "gave an answer that cannot be read" if isinstance(error, UnreadableError) else "no answer"
@@ -62,9 +60,8 @@ async def call_each(
         finally:
             answering.cancel()
         said = str((body.get("message") if isinstance(body, dict) else body) or "")
-        success, status = answer.is_success, answer.status_code
-        said += key_advice(status)
-        return CallRow(name=name, url=url, success=success, status=status, message=said, body=body)
+        said, status = said + key_advice(answer.status_code), answer.status_code
+        return CallRow(name=name, url=url, success=answer.is_success, status=status, message=said, body=body)
 
     calls = asyncio.gather(*map(call, engines))
     return await while_connected(calls, WHOLE_S)  # for so long the calls go on without their client

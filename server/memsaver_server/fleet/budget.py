@@ -18,7 +18,7 @@ from memsaver_server.fleet.parts import Part
 
 @dataclass
 class Place:
-    """What engines need of one GPU or disk together, by their own counts, bytes."""
+    """What engines together need of one GPU or disk, by their own counts, bytes."""
 
     free_bytes: int
     needs: dict[str, int] = field(default_factory=dict)  # by name of the engine
@@ -42,7 +42,7 @@ class Place:
 
 
 async def groups_of(request: AskedOfFleet, parts: Sequence[Part]) -> list[list[Part]]:
-    """Return the parts in groups: those of one group in turn, groups side by side.
+    """Return the parts in groups: the parts of a group act one after another, the groups at the same time.
 
     A resume that fits beside the others, and each part of another operation, is a separate group. Resumes that do not
     fit together are one group; in mode ``all``, unless they may wait for memory, they fail here: nothing is prepared.

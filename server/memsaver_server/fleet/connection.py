@@ -13,15 +13,9 @@ from typing import Any, TypeVar
 
 import httpx
 
+from memsaver_core.contract import reports
 from memsaver_core.contract.errors import OR_WAIT
 from memsaver_core.contract.phases import Phase
-from memsaver_core.contract.reports import (
-    AcceptedAnswer,
-    OperationAnswer,
-    OperationStatusAnswer,
-    PlanAnswer,
-    PreparedAnswer,
-)
 from memsaver_core.contract.requests import OperationName
 from memsaver_core.contract.status import COORDINATOR_HEADER, OccupationAnswer
 from memsaver_server import clock
@@ -65,7 +59,7 @@ class Coordinator:
     name: str
     api_key: str | None  # of the engines without ``Member.api_key``
     silence_s: float  # an engine that does not answer for so long counts as silent, seconds
-    prepared_for_s: float  # how long an engine stays prepared without it, seconds
+    prepared_for_s: float  # how long an engine stays prepared if this coordinator does not call it, seconds
     verify: ssl.SSLContext | bool  # as for the client; one for all engines, as making one takes longer than a call
     holds: bool = False  # it reconciles: it keeps the engines as they are wanted
     #: Limits how many calls are in flight, of those that engines answer at once.
@@ -109,25 +103,27 @@ class Connection:
             raise EngineFailure("is_coordinator", what, answered=True)
         return now
 
-    async def operation(self, operation_id: str) -> OperationStatusAnswer:
+    async def operation(self, operation_id: str) -> reports.OperationStatusAnswer:
         return await self._ask(partial(self._client.operation, operation_id))
 
-    async def plan(self, verb: OperationName, tags: Sequence[str]) -> PlanAnswer:
+    async def plan(self, verb: OperationName, tags: Sequence[str]) -> reports.PlanAnswer:
         call = _operation(verb, {"tags": tags, "dry_run": True})
-        return await self._ask(partial(self._client.call, PlanAnswer, call))
+        return await self._ask(partial(self._client.call, reports.PlanAnswer, call))
 
-    async def prepare(self, verb: OperationName, body: Mapping[str, Any], key: str, limit_s: float) -> PreparedAnswer:
+    async def prepare(
+        self, verb: OperationName, body: Mapping[str, Any], key: str, limit_s: float
+    ) -> reports.PreparedAnswer:
         """Prepare what ``body`` asks for, or renew its lease: ``key`` proves that it is ours."""
-        return await self._attend(PreparedAnswer, _operation(verb, body, key), limit_s)
+        return await self._attend(reports.PreparedAnswer, _operation(verb, body, key), limit_s)
 
     async def find(self, verb: OperationName, body: Mapping[str, Any], key: str) -> str:
-        """Return the id of an operation that was not answered: a repeat under its ``key`` joins it."""
+        """Return the id of an operation whose answer has not come: a repeat under its ``key`` joins it."""
         return await self._ask(partial(self._find, _operation(verb, body, key)))
 
-    async def commit(self, operation_id: str, key: str) -> OperationAnswer:
+    async def commit(self, operation_id: str, key: str) -> reports.OperationAnswer:
         """Carry out an operation that was prepared under ``key``; without a time limit."""
         call = Call("POST", f"/operations/{operation_id}/commit", headers=key_header(key), long=True)
-        return await self._attend(OperationAnswer, call, None, operation_id)
+        return await self._attend(reports.OperationAnswer, call, None, operation_id)
 
     async def abort(self, operation_id: str, key: str) -> None:
         """Undo what was prepared under ``key``. Idempotent."""
@@ -135,9 +131,9 @@ class Connection:
 
     async def perform(
         self, verb: OperationName, body: Mapping[str, Any], *, key: str | None = None, limit_s: float | None = None
-    ) -> OperationAnswer:
+    ) -> reports.OperationAnswer:
         """Release, resume or resize in one call. Calls with the same Idempotency-Key ``key`` act once."""
-        return await self._attend(OperationAnswer, _operation(verb, body, key), limit_s)
+        return await self._attend(reports.OperationAnswer, _operation(verb, body, key), limit_s)
 
     async def close(self) -> None:
         self._closed = True
@@ -218,7 +214,7 @@ class Connection:
     async def _find(self, call: Call) -> str:
         """Return the id of the operation of a call that is in progress, or has ended: a repeat joins it."""
         again = replace(call, body={**(call.body or {}), "async": True})
-        return (await self._client.call(AcceptedAnswer, again)).operation_id
+        return (await self._client.call(reports.AcceptedAnswer, again)).operation_id
 
 
 def key_advice(status: int) -> str:

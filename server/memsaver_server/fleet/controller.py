@@ -57,9 +57,6 @@ GRACE_S = 5.0
 
 
 class FleetController(Controller[FleetOperation]):
-    """Use it in one event loop, except ``close``."""
-
-    name = "fleet"
     capabilities: frozenset[Capability] = frozenset({"update", "models"})
     models = Models(
         release=FleetRelease,
@@ -117,19 +114,19 @@ class FleetController(Controller[FleetOperation]):
     async def submit(self, asked: Asked, *, client: str, key: str | None) -> FleetOperation:
         assert isinstance(asked, AskedOfFleet)
         asked = asked.resolved(self._settings.drain_timeout_s)
-        named = asked.operation_id or (uuid.uuid5(uuid.NAMESPACE_URL, key).hex[:12] if key else None)
-        if named is not None:
-            await self._fleet.check(asked, named, None if asked.operation_id else key)
+        named = asked.operation_id or (uuid.uuid5(uuid.NAMESPACE_URL, key).hex[:12] if key else "")
+        await self._fleet.check(asked, named, None if asked.operation_id else key)
         return self._start(asked, client, named)
 
-    def _start(self, asked: AskedOfFleet, client: str, key: str | None) -> FleetOperation:
-        """Begin an operation, or join an equal one that runs. Its id is ``key``: a repeat with that is the same one,
-        unless it failed. Raises ConflictError if the opposite runs on some of the engines, unless ``asked.wait``."""
-        if (known := self._fleet.known(asked, key or "")) is not None:
+    def _start(self, asked: AskedOfFleet, client: str, named: str = "") -> FleetOperation:
+        """Begin an operation, or join an equal one that runs. ``named`` is the id that the caller gave, if any: a
+        repeat with it gets the same operation, unless that failed. Raises ConflictError if the opposite runs on some of
+        the engines, unless ``asked.wait``."""
+        if (known := self._fleet.known(asked, named)) is not None:
             return known
         callers = [each for each in self.operations.running() if each.origin == "caller"]
         running = [each for each in callers if (each.request.operation in OPPOSITE) == (asked.operation in OPPOSITE)]
-        if key is None and running and running[-1].join(asked):
+        if not named and running and running[-1].join(asked):
             return running[-1]
         # Those of turns and of the reconciler are not among them: they end soon.
         opposed = next((each for each in running if self._opposes(asked, each)), None)
@@ -139,7 +136,7 @@ class FleetController(Controller[FleetOperation]):
                 f"on some of these engines. Try again when it is done{errors.OR_WAIT}"
             )
         origin: results.Origin = "turns" if client == TURNS else "caller"
-        return self._fleet.start(FleetOperation.of(asked, key or "", client, origin))
+        return self._fleet.start(FleetOperation.of(asked, named, client, origin))
 
     async def attend(self, operation: FleetOperation, *, prepared: bool) -> None:
         await operation.ended()
@@ -150,7 +147,7 @@ class FleetController(Controller[FleetOperation]):
             assert operation.error is not None
             about = {"operation": operation.request.operation, "operation_id": operation.id, "engines": []}
             return Answer.failure(operation.error).of_operation(**about)
-        done = Answer.of(result.model_copy(update={"operation_id": operation.id}))
+        done = Answer.of(result)
         if result.success:
             return done
         cancelled = operation.status == "cancelled"
@@ -211,15 +208,15 @@ class FleetController(Controller[FleetOperation]):
         self._audit.record(operation, outcome)
 
     def _opposes(self, asked: AskedOfFleet, running: FleetOperation) -> bool:
-        other, members = running.asked, self._observer.members.values()
-        both = any(asked.selected().may_match(each) and other.selected().may_match(each) for each in members)
-        return asked.operation != other.operation and both
+        if asked.operation == running.request.operation:
+            return False
+        mine, theirs = asked.selected(), running.asked.selected()
+        return any(mine.may_match(each) and theirs.may_match(each) for each in self._observer.members.values())
 
     async def move(self, verb: Verb, names: Sequence[str], **options: Any) -> results.FleetResult:
         """Move the memory of engines whose models take turns."""
         asked = ASKED_OF_FLEET[verb](selector=Selector(names=tuple(names)), wait=True, **options)
-        operation = self._start(asked.resolved(self._settings.drain_timeout_s), TURNS, None)
-        return await operation.outcome()
+        return await self._start(asked.resolved(self._settings.drain_timeout_s), TURNS).outcome()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -251,7 +248,7 @@ class FleetController(Controller[FleetOperation]):
     # -- the dashboard -------------------------------------------------------------------------------------------------
 
     def readings(self) -> Iterable[dict[str, Any]]:
-        return list(self._observer.readings)
+        return self._observer.readings
 
     async def shown(self) -> dict[str, Any]:
         now = self._occupation()
@@ -317,14 +314,13 @@ class FleetController(Controller[FleetOperation]):
 
 def _row(engine: results.EngineStatus) -> EngineState:
     now = engine.occupation
-    tags = now.tags if now else ()
     return EngineState(
         name=engine.name,
         url=engine.url,
         state=engine.state,
         asleep=now is None or not now.admission.open,
-        released=tuple(sorted(tag.tag for tag in tags if tag.released_bytes)),
-        tags=frozenset(tag.tag for tag in tags),
+        released=tuple(sorted(tag.tag for tag in engine.tags if tag.released_bytes)),
+        tags=frozenset(tag.tag for tag in engine.tags),
     )
 
 

@@ -14,7 +14,7 @@ from memsaver_server import clock
 from memsaver_server.address import place
 from memsaver_server.fleet.members import Member, MembershipError, checked
 
-#: Bounds of how long an answer counts, whatever its records say, seconds.
+#: Bounds of the time for which an answer is used, whatever its TTL, seconds.
 _SHORTEST_S, _LONGEST_S = 1.0, 30.0
 #: Limit of one query, seconds.
 _LIFETIME_S = 5.0

@@ -312,7 +312,7 @@ class Execution:
         have died."""
 
         async def look(part: Part) -> None:
-            with part.failing("committing"):  # if it has died since, or stopped
+            with part.failing("committing"):
                 part.check(await part.connection.occupation(), self._request, "committing")
 
         await asyncio.gather(*(look(part) for part in self._parts if part.stage == "done"))

@@ -31,7 +31,7 @@ from memsaver_server.fleet.connection import Coordinator, EngineFailure
 from memsaver_server.fleet.execution import Execution
 from memsaver_server.fleet.keywords import FleetReleaseKeywords, FleetResumeKeywords
 from memsaver_server.fleet.locks import of_cache
-from memsaver_server.fleet.members import Membership
+from memsaver_server.fleet.members import Member, Membership
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.reconciler import Reconciler
@@ -140,7 +140,7 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
             IdempotencyKeyError: the id stands for another request, for a day after its end.
             MembershipError, RecordError: the members or the record cannot be read or written. Nothing was done.
         """
-        return await self.run(_asked(FleetRelease, FleetReleaseKeywords, selector, tags, operation_id, options))
+        return await self.run(_asked(FleetRelease, selector, tags, operation_id, options))
 
     async def resume(
         self,
@@ -152,7 +152,7 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
     ) -> FleetResult:
         """Bring back the device memory of ``tags`` (None: of all that are released). As ``release``, with the fields of
         ``memsaver_core.contract.requests.FleetResume``."""
-        return await self.run(_asked(FleetResume, FleetResumeKeywords, selector, tags, operation_id, options))
+        return await self.run(_asked(FleetResume, selector, tags, operation_id, options))
 
     async def cancel(self, operation_id: str) -> FleetResult:
         """Give up an operation that has not begun to move memory; return its result. Idempotent. Raises
@@ -262,7 +262,7 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
 
     async def check(self, asked: AskedOfFleet, operation_id: str, key: str | None = None) -> None:
         """Raise IdempotencyKeyError if an id, which may be made from a caller's ``key``, stands for another request,
-        or RecordError if the record cannot be read. The id is taken by a ``start`` that follows at once."""
+        or RecordError if the record cannot be read. ``start`` takes the id: nothing may be awaited in between."""
         if not operation_id:
             return
         digest, record = asked.digest(), await self._keeper.load()
@@ -320,8 +320,8 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
         return await self._selected(operation)
 
     async def _selected(self, operation: FleetOperation) -> FleetResult:
-        """Carry an operation out on the engines that it selects once it has their locks, for which it may have waited:
-        engines come and go meanwhile, move to other GPUs, and hold something else."""
+        """Carry out an operation on the engines that it selects, with their locks held. If it has to wait for these,
+        the engines are asked again: meanwhile they come and go, move to other GPUs, and hold something else."""
         parts = await self._parts_of(operation)
         while True:
             names = self._lock_names(operation, parts)
@@ -419,8 +419,9 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
     async def _carry_on(self, operation: FleetOperation, left: Running) -> FleetResult:
         gpus = {gpu for each in left.engines.values() for gpu in each.gpus}
         async with self.roster.locks.held(gpus.union(left.engines)):
+            listed = {(member.name, member.url): member for member in await self.membership.members()}
             for name, prepared in left.engines.items():
-                found = await self.roster.find(name, prepared.url)
+                found = listed.get((name, prepared.url)) or Member(name, prepared.url)
                 member = replace(found, model=found.model or prepared.model, gpus=found.gpus or prepared.gpus)
                 part = Part(member, self.roster.connection(member))
                 part.operation_id, part.tags, part.kept = prepared.operation_id, prepared.tags, prepared.kept
@@ -444,8 +445,7 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
 
 
 def _asked(
-    model: type[AskedOfFleet],
-    keywords: type[FleetReleaseKeywords | FleetResumeKeywords],
+    model: type[FleetRelease | FleetResume],
     selector: Selector | None,
     tags: Sequence[str] | None,
     operation_id: str | None,
@@ -453,11 +453,12 @@ def _asked(
 ) -> AskedOfFleet:
     """Return the request of a call; raise FleetError if an option does not exist, or has a wrong value."""
     acts = acts_of(model)
-    for name in options.keys() - keywords.__annotations__.keys():
+    known = (FleetReleaseKeywords if model is FleetRelease else FleetResumeKeywords).__annotations__
+    for name in options.keys() - known.keys():
         if name not in acts or acts[name].fleet == "own":  # else the model says why a fleet refuses it
-            known = ", ".join(keywords.__annotations__)
-            raise FleetError(f"the {model.operation} of a fleet has no option {name!r}; it takes {known}")
-    given = {name: value for name, value in options.items() if value is not None}
+            raise FleetError(f"the {model.operation} of a fleet has no option {name!r}; it takes {', '.join(known)}")
+    asked = {**options, "selector": selector, "operation_id": operation_id}
+    given = {name: value for name, value in asked.items() if value is not None}
     mode = given.get("mode")
     if mode in get_args(FleetMode):
         given["fleet_mode"] = given.pop("mode")
@@ -465,12 +466,8 @@ def _asked(
         raise FleetError(f"unknown mode {mode!r}; choose one of {', '.join(get_args(FleetMode))}")
     if "drain" in given:
         given["mode"] = given.pop("drain")
-    if selector is not None:
-        given["selector"] = selector
     if tags:
         given["tags"] = [tags] if isinstance(tags, str) else list(tags)
-    if operation_id is not None:
-        given["operation_id"] = operation_id
     try:
         return model.model_validate(given)
     except ValidationError as error:

@@ -16,8 +16,12 @@ STATES = ("resident", "releasing", "released", "resuming", "prepared", "mixed", 
 
 
 class FleetMetrics:
-    """Reports at a scrape what was last seen and counted: ``operations`` that have ended, by verb and outcome, and
-    ``reconciled``, those by which the coordinator brought an engine to what is wanted."""
+    """The figures of a scrape: what was last seen, and what was counted.
+
+    Attributes:
+        operations: how many have ended, by verb and outcome.
+        reconciled: likewise those by which the coordinator brought an engine to what is wanted.
+    """
 
     def __init__(self, observer: Observer, turns: Turns, callers: CallerFigures) -> None:
         self._observer = observer
@@ -32,15 +36,15 @@ class FleetMetrics:
 
     def _collect(self) -> Iterator[Metric]:
         yield from self._engines()
-        for name, help_text, counted in (
-            ("operations", "Operations of the fleet, by how they ended.", self.operations),
-            ("reconciliations", "Operations on engines that were not as wanted, by how they ended.", self.reconciled),
-        ):
-            yield counters(f"memsaver_fleet_{name}", help_text, ["operation", "outcome"], counted)
+        by_outcome = ["operation", "outcome"]
+        help_text = "Operations of the fleet, by how they ended."
+        yield counters("memsaver_fleet_operations", help_text, by_outcome, self.operations)
+        help_text = "Operations on engines that were not as wanted, by how they ended."
+        yield counters("memsaver_fleet_reconciliations", help_text, by_outcome, self.reconciled)
         yield counters("memsaver_fleet_wakes", "Engines woken for a request.", ["model"], self._turns.wakes)
-        waiting = {(model,): count for model, count in sorted(self._turns.waiting().items())}
+        waiting = dict(sorted(self._turns.waiting().items()))
         yield gauges("memsaver_fleet_waiting_requests", "Requests that wait for their turn.", ["model"], waiting)
-        in_flight = {(name,): count for name, count in sorted(self._turns.in_flight().items())}
+        in_flight = dict(sorted(self._turns.in_flight().items()))
         help_text = "Requests in flight through the coordinator."
         yield gauges("memsaver_fleet_requests_in_flight", help_text, ["engine"], in_flight)
         yield from caller_metrics(self._callers)
@@ -49,15 +53,15 @@ class FleetMetrics:
         engines = self._observer.status.engines
         help_text = "1 while the members can be read and asked."
         yield GaugeMetricFamily("memsaver_fleet_readable", help_text, value=float(not self._observer.trouble))
-        up = {(engine.name,): float(engine.alive) for engine in engines}
+        up = {engine.name: float(engine.alive) for engine in engines}
         yield gauges("memsaver_fleet_engine_up", "1 while the engine answers.", ["engine"], up)
         states = Counter(engine.state for engine in engines)
-        by_state = {(state,): float(states[state]) for state in STATES}
+        by_state = {state: float(states[state]) for state in STATES}
         yield gauges("memsaver_fleet_engines", "Engines, by state.", ["state"], by_state)
         sizes = {
-            (engine.name, state): float(sum(getattr(tag, f"{state}_bytes") for tag in engine.occupation.tags))
+            (engine.name, state): float(size)
             for engine in engines
             if engine.occupation is not None
-            for state in ("resident", "released")
+            for state, size in (("resident", engine.resident_bytes), ("released", engine.released_bytes))
         }
         yield gauges("memsaver_fleet_engine_bytes", "Memory of each engine's tags.", ["engine", "state"], sizes)

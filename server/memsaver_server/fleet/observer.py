@@ -6,19 +6,26 @@ import asyncio
 import logging
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from memsaver_core.contract.errors import FleetUnknownError
-from memsaver_core.contract.status import AdmissionStatus, Consumer, HostBackup, OccupiedDevice, TagOccupation
+from memsaver_core.contract.status import (
+    AdmissionStatus,
+    Consumer,
+    EngineRow,
+    HostBackup,
+    OccupiedDevice,
+    TagOccupation,
+)
 from memsaver_server import clock
 from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.members import Member
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.record import RecordContent
-from memsaver_server.fleet.results import EngineRow, EngineStatus, FleetOccupationAnswer, FleetStatus, common, count_of
+from memsaver_server.fleet.results import EngineStatus, FleetOccupationAnswer, FleetStatus, common, count_of
 
 logger = logging.getLogger("memsaver")
 
@@ -59,7 +66,7 @@ class Observer:
         await asyncio.wait({self._looking}, timeout=GLANCE_S)
 
     async def look(self, names: Iterable[str] | None = None) -> None:
-        """Look at the engines ``names`` and those that share a GPU with them, or at all. Raises nothing.
+        """Look at the engines ``names`` and those that share a GPU with them; None: at all of them. Raises nothing.
 
         It does not wait for engines that are silent: they are as last seen until they answer.
         """
@@ -67,8 +74,9 @@ class Observer:
         try:
             trouble = await self._read()
             named = set(names or ())
-            near = {each: self.members[each] for each in self.members if names is None or each in self._near(named)}
-            asks = [(member, *self._roster.asking(member, anew=name in named)) for name, member in near.items()]
+            near = self.members.keys() if names is None else self._near(named)
+            members = [member for name, member in self.members.items() if name in near]
+            asks = [(member, *self._roster.asking(member, anew=member.name in named)) for member in members]
             await self._roster.until_answered((member, ask) for member, _, ask in asks)
             for _, at, ask in asks:
                 if ask.done():
@@ -102,11 +110,9 @@ class Observer:
         backups = [one.host_backup for one in seen]
         sizes = ("bytes", "capacity_bytes", "file_bytes", "unused_bytes")
         hosts = {one.host_id: one.host_bytes for one in seen}
-        # Each engine may use most of its host, and together they have no more than that.
-        limits = [
-            min(sum(one.host_backup.limit_bytes for one in seen if one.host_id == host), size or sys.maxsize)
-            for host, size in hosts.items()
-        ]
+        limits: Counter[str] = Counter()
+        for one in seen:
+            limits[one.host_id] += one.host_backup.limit_bytes
         return FleetOccupationAnswer(
             enabled=not seen or any(one.enabled for one in seen),
             driver=common(one.driver for one in seen),
@@ -121,7 +127,8 @@ class Observer:
             devices=_devices(status),
             host_backup=HostBackup(
                 **{name: sum(getattr(one, name) for one in backups) for name in sizes},
-                limit_bytes=sum(limits),
+                # Each engine may use most of its host, and together they have no more than that.
+                limit_bytes=sum(min(limits[host], size or sys.maxsize) for host, size in hosts.items()),
                 prepared=bool(backups) and all(one.prepared for one in backups),
             ),
             host_bytes=sum(hosts.values()),
@@ -229,13 +236,12 @@ def _added(sources: Iterable[Consumer]) -> tuple[Consumer, ...]:
 
 
 def _row(engine: EngineStatus, requests: int, silent_s: float) -> EngineRow:
-    tags = engine.occupation.tags if engine.occupation else ()
     silent = f"no answer for {silent_s:.0f} s" if silent_s else ""
     return EngineRow(
         **engine.model_dump(exclude={"occupation", "error"}),
         error=engine.error or silent,
-        resident_bytes=sum(tag.resident_bytes for tag in tags),
-        released_bytes=sum(tag.released_bytes for tag in tags),
+        resident_bytes=engine.resident_bytes,
+        released_bytes=engine.released_bytes,
         requests=requests,
     )
 
@@ -243,7 +249,7 @@ def _row(engine: EngineStatus, requests: int, silent_s: float) -> EngineRow:
 def _tags(status: FleetStatus) -> tuple[TagOccupation, ...]:
     same: dict[str, list[TagOccupation]] = {}
     for engine in status.engines:
-        for tag in engine.occupation.tags if engine.occupation else ():
+        for tag in engine.tags:
             same.setdefault(tag.tag, []).append(tag)
     return tuple(
         TagOccupation(

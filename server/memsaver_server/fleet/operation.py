@@ -113,7 +113,7 @@ class FleetOperation(Operation):
         return not self.given_up.is_set() and super().join(request)
 
     def answers(self, asked: AskedOfFleet) -> bool:
-        """Whether a call under its id gets its result: one of the same request, as long as the id is kept and no later
+        """Whether a repeat under its id gets its result: if that asks for the same, the id is still kept, and no later
         call was about its engines."""
         kept = self.finished_at is None or self.finished_at > time.time() - KEPT_S
         return kept and not self.overtaken and self.answers_repeats and self.digest == asked.digest()

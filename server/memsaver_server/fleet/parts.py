@@ -94,7 +94,7 @@ class Part:
         except EngineFailure as failure:
             self.fail(phase, failure)
             await self.look()
-        self.ended()
+            self.ended()
 
     def check(self, now: OccupationAnswer | None, asked: AskedOfFleet, phase: str, why: str = _UNDONE) -> None:
         """Fail in ``phase`` if what the engine holds ``now`` is not as ``asked``: the reason is ``why``, or the version

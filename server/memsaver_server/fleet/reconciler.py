@@ -36,7 +36,7 @@ class Reconciler:
         hub: Hub,
         perform: Callable[[FleetOperation, Mapping[str, Any]], Awaitable[FleetResult]],
     ) -> None:
-        """``perform`` carries an operation on one engine out, with this body."""
+        """``perform`` carries out an operation on one engine, to which it sends this body."""
         self._perform = perform
         self._roster = roster
         self._keeper = keeper
@@ -59,7 +59,7 @@ class Reconciler:
                     going.result()
                 else:
                     self._late.add(going)
-                    going.add_done_callback(self._late.discard)
+                    going.add_done_callback(self._end_late)
                 with anyio.move_on_after(interval_s):
                     await self._roster.membership.changed()
                 trouble = ""
@@ -73,6 +73,11 @@ class Reconciler:
                     logger.error("the fleet cannot be reconciled now, which is tried again: %s", error, exc_info=bug)
                 trouble = str(error)
                 await asyncio.sleep(min(interval_s, AGAIN_S))
+
+    def _end_late(self, going: asyncio.Future[object]) -> None:
+        self._late.discard(going)
+        if not going.cancelled() and (error := going.exception()) is not None:
+            logger.error("the fleet could not be reconciled, which is tried again: %s", error)
 
     async def once(self) -> list[EngineResult]:
         """See ``AsyncFleet.reconcile``. Raises MembershipError or RecordError if the members or the record cannot be
@@ -90,17 +95,18 @@ class Reconciler:
         self._busy.add(member.name)
         try:
             part = await self._roster.asked(member)
-            now = part.before
-            if now is not None and not _steps(part, record.wanted) and (excluded := part.status(record).error):
-                part.after = now
-                kind, _ = serves_nothing(now, version_for(member, record.demands))
-                part.fail("reconciling", EngineFailure(kind, excluded))
-            if part.failure is not None or self._has_rival(part) or not _steps(part, record.wanted):
+            now, steps = part.before, _steps(part, record.wanted)
+            if now is not None and not steps:
+                kind, excluded = serves_nothing(now, version_for(part.member, record.demands))
+                if excluded:
+                    part.after = now
+                    part.fail("reconciling", EngineFailure(kind, excluded))
+            if part.failure is not None or self._has_rival(part) or not steps:
                 self._report(part)  # else _step reports, as it may fail again
                 return [part.result(undone=False)] if part.failure is not None else []
             async with self._roster.locks.held(part.locks):  # an operation may have moved it, or changed what is wanted
                 part, record = await self._roster.asked(member), await self._keeper.load()
-                demanded = version_for(member, record.demands)
+                demanded = version_for(part.member, record.demands)
                 return [await self._step(part, *step, demanded) for step in _steps(part, record.wanted)]
         finally:
             self._busy.discard(member.name)

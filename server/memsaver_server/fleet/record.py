@@ -287,8 +287,8 @@ def wishes_for(member: Described, wanted: Iterable[Wanted], now: OccupationAnswe
 
 
 def tags_beside(now: OccupationAnswer, tags: Collection[str], wishes: Mapping[str | None, Wanted]) -> list[str]:
-    """Return the tags that an engine is to resume with the last of ``tags``: no caller names them, as a release of
-    everything took them. The engine does so by itself unless the coordinator has released them by name since."""
+    """Return further tags that an engine is to resume with the last of ``tags``: those that no caller names, because a
+    release of everything took them. It does so by itself unless the coordinator has released them by name since."""
     left = {tag.tag for tag in now.tags if tag.released_bytes}.difference(tags)
     released = {tag for tag, wish in wishes.items() if wish.state == "released"}
     return sorted(left) if None in wishes and not left & (released | COMMON_TAGS) else []

@@ -11,8 +11,7 @@ from memsaver_core.contract.errors import AdmissionClosedError, BadRequestError,
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.reports import OperationAnswer, OperationStatusAnswer
 from memsaver_core.contract.requests import FleetMode, OperationName, Selector
-from memsaver_core.contract.status import EngineRow as EngineRow
-from memsaver_core.contract.status import FleetOccupation, MemberRow, OccupationAnswer, discarded
+from memsaver_core.contract.status import FleetOccupation, MemberRow, OccupationAnswer, TagOccupation, discarded
 from memsaver_server.fleet.members import Member
 from memsaver_server.fleet.record import Demand, RecordContent, Wanted, version_for, wishes_for
 
@@ -35,7 +34,7 @@ def common(values: Iterable[str]) -> str:
 
 def count_of(things: Sized, noun: str = "engine") -> str:
     """Return ``1 engine``, ``2 engines`` and so on."""
-    return f"{len(things)} {noun}{'s'[: len(things) != 1]}"
+    return f"{len(things)} {noun}" if len(things) == 1 else f"{len(things)} {noun}s"
 
 
 class FleetError(BadRequestError):
@@ -106,13 +105,25 @@ class EngineStatus(MemberRow):
     error: str = ""
     occupation: OccupationAnswer | None = None
 
+    @property
+    def tags(self) -> tuple[TagOccupation, ...]:
+        return self.occupation.tags if self.occupation else ()
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(tag.resident_bytes for tag in self.tags)
+
+    @property
+    def released_bytes(self) -> int:
+        return sum(tag.released_bytes for tag in self.tags)
+
     @classmethod
     def of(
         cls, member: Member, occupation: OccupationAnswer | None, error: object, record: RecordContent
     ) -> EngineStatus:
         if occupation is not None:
-            _, wrong = serves_nothing(occupation, version_for(member, record.demands))
-            error = f"it serves no request: {wrong}" if wrong else error
+            _, excluded = serves_nothing(occupation, version_for(member, record.demands))
+            error = excluded or error
         return cls(
             **{name: getattr(member, name) for name in MemberRow.model_fields if name != "alive"},
             alive=occupation is not None,
@@ -127,11 +138,14 @@ def serves_nothing(now: OccupationAnswer, demanded: str | None) -> tuple[str, st
     """Return the kind of error and why an engine serves no request although it answers, and all its memory is resident
     or it has failed. Both are empty if it may."""
     if now.state == "failed":
-        return EngineFailedError.kind, has_failed(now)
-    if now.lost and now.state == "resident" and not now.hibernated:
-        return AdmissionClosedError.kind, discarded(now.lost)
-    wrong = wrong_weights(now, demanded)
-    return WrongWeightsError.kind if wrong else "", wrong
+        kind, why = EngineFailedError.kind, has_failed(now)
+    elif now.lost and now.state == "resident" and not now.hibernated:
+        kind, why = AdmissionClosedError.kind, discarded(now.lost)
+    elif why := wrong_weights(now, demanded):
+        kind = WrongWeightsError.kind
+    else:
+        return "", ""
+    return kind, f"it serves no request: {why}"
 
 
 def has_failed(now: OccupationAnswer) -> str:

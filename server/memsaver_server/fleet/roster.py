@@ -123,11 +123,6 @@ class Roster:
         while waits := [call for member, call in pairs if not call.done() and not self.connection(member).silent_s]:
             await asyncio.wait(waits, timeout=QUIET_S / 4)
 
-    async def find(self, name: str, url: str) -> Member:
-        """Return the member as it is listed, or one that is not listed any more."""
-        listed = {member.name: member for member in await self.membership.members()}
-        return listed[name] if name in listed and listed[name].url == url else Member(name, url)
-
     def connection(self, member: Member) -> Connection:
         key = _key(member)
         if key not in self._connections:

@@ -31,7 +31,6 @@ class FairQueue:
         self._left = REQUESTS_PER_ITERATION
 
     async def wait(self, kind: Kind = "changes") -> None:
-        """Return when the caller may proceed."""
         loop = asyncio.get_running_loop()
         if self._left == REQUESTS_PER_ITERATION:  # the first of this iteration: reset the count in the next
             loop.call_soon(self._next_iteration, loop)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-import threading
 import time
 from collections.abc import Mapping
 
@@ -24,20 +23,18 @@ _NONCE = re.compile(r"[0-9a-f]{32}")
 
 
 class NonceCache:
-    """The nonces that are still valid: each signed request is accepted once."""
+    """The nonces that are still valid: each signed request is accepted once. Use it in one event loop."""
 
     def __init__(self) -> None:
         self._expires: dict[str, float] = {}
-        self._lock = threading.Lock()
 
     def claim(self, nonce: str, expires: float, now: float) -> bool:
         """Store ``nonce``; return whether it is new. A full cache rejects new ones instead of forgetting old ones."""
-        with self._lock:
-            self._expires = {seen: until for seen, until in self._expires.items() if until >= now}
-            if nonce in self._expires or len(self._expires) >= MAX_NONCES:
-                return False
-            self._expires[nonce] = expires
-            return True
+        self._expires = {seen: until for seen, until in self._expires.items() if until >= now}
+        if nonce in self._expires or len(self._expires) >= MAX_NONCES:
+            return False
+        self._expires[nonce] = expires
+        return True
 
 
 def is_signed(headers: Mapping[str, str]) -> bool:

@@ -24,7 +24,6 @@ from memsaver_server.threads import in_thread
 from memsaver_server.wrong_fields import wrong_fields
 
 logger = logging.getLogger("memsaver")
-Model = TypeVar("Model", bound=BaseModel)
 RequestT = TypeVar("RequestT", bound=Fields)
 #: Bodies of this size are parsed in a thread, so that parsing does not delay other requests.
 LARGE_BYTES = 1 << 20
@@ -35,8 +34,6 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 MAX_ERRORS = 8
 #: The JSON escape of a surrogate, which may be unpaired.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-
-
 #: Size limit of calls that carry neither prompts nor weights: an engine's tags take some hundred bytes.
 MEMORY_CALL_BYTES = 64 << 10
 
@@ -56,9 +53,10 @@ async def body_of(request: Request, limit: str | None = "max_body_bytes") -> byt
     if not hasattr(request.state, "memsaver_body"):
         most, remedy = _limit_of(service_of(request).settings, limit)
         announced = request.headers.get("content-length", "0")
+        is_too_large = announced.isdecimal() and int(announced) > most
         body = bytearray()
         try:
-            if not announced.isdecimal() or int(announced) <= most:
+            if not is_too_large:
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > most:
@@ -66,7 +64,7 @@ async def body_of(request: Request, limit: str | None = "max_body_bytes") -> byt
         except ClientDisconnect:
             logger.debug("%s %s: the body was truncated", request.method, request.url.path)
             raise BadRequestError("the body was truncated") from None
-        if len(body) > most or (announced.isdecimal() and int(announced) > most):
+        if is_too_large or len(body) > most:
             raise BodyTooLargeError(f"the body is larger than {most} bytes; {remedy}")
         request.state.memsaver_body = bytes(body)
     return cast(bytes, request.state.memsaver_body)
@@ -134,7 +132,7 @@ def query_of(request: Request, reads: Callable[[str], bool]) -> dict[str, Any]:
         raise BadRequestError(f"cannot use the query: {error}") from None
 
 
-def fields_of(model: type[Model], limit: str | None = None) -> Callable[..., Awaitable[Model]]:
+def fields_of(model: type[RequestT], limit: str | None = None) -> Callable[..., Awaitable[RequestT]]:
     """Return the dependency that reads ``model`` from query and body, with a ``limit`` as for ``body_of``. The body
     takes precedence; null is absent."""
     names = {name: field for key, field in model.model_fields.items() for name in (key, field.alias) if name}
@@ -142,7 +140,7 @@ def fields_of(model: type[Model], limit: str | None = None) -> Callable[..., Awa
     lists = {name for name, field in names.items() if get_origin(field.annotation) is tuple}
     flags = {name for name, field in names.items() if bool in (field.annotation, *get_args(field.annotation))}
 
-    async def read(request: Request) -> Model:
+    async def read(request: Request) -> RequestT:
         query = dict(request.query_params) | query_of(request, lambda name: name in known and name not in lists)
         query |= {name: request.query_params.getlist(name) for name in lists & request.query_params.keys()}
         body = await json_of(request, limit)

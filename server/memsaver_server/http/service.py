@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
 from typing import Annotated, Any, cast
 
 from fastapi import Depends, Request
@@ -81,8 +83,15 @@ def response_of(answer: Answer, headers: Mapping[str, str] | None = None) -> JSO
     return JSONResponse(answer.body, answer.status, headers={**answer.headers, **(headers or {})})
 
 
-def event_stream(events: AsyncIterator[str]) -> StreamingResponse:
-    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+def event_stream(events: AsyncIterator[tuple[str, Any]]) -> StreamingResponse:
+    """Return the response that sends ``events``, an async generator of names and data, as server-sent events."""
+
+    async def written() -> AsyncIterator[str]:
+        async with aclosing(events):  # type: ignore[type-var]
+            async for name, data in events:
+                yield f"event: {name}\ndata: {json.dumps(data)}\n\n"
+
+    return StreamingResponse(written(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 def service_of(request: Request) -> Service:

@@ -51,10 +51,8 @@ def check_names(given: Iterable[str], known: Collection[str]) -> list[str]:
         near = plain.get(_plain(name)) or (meant if meant.partition(".")[0] in known else None)
         if near is None and name in _FIELDS:
             raise BadRequestError(f"field {name!r} has no effect here, so the request is refused. Nothing was done")
-        if near is None and name in PASSED_OVER:
-            ignored.append(name)
-            continue
-        if near is None and len(name) <= 2 * max(map(len, known), default=0):  # comparing takes len(name) squared
+        short = len(name) <= 2 * max(map(len, known), default=0)  # comparing takes len(name) squared
+        if near is None and short and name not in PASSED_OVER:
             near = next(iter(difflib.get_close_matches(name.lower(), known, 1, SIMILARITY)), None)
         if near is not None:
             raise BadRequestError(f"unknown field {name!r}; did you mean {near!r}? Nothing was done")

@@ -1,4 +1,4 @@
-"""Work that is cancelled if the client that it is for goes away."""
+"""Cancels work once the client that waits for it has disconnected."""
 
 from __future__ import annotations
 

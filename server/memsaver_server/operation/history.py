@@ -21,16 +21,15 @@ _Operation = TypeVar("_Operation", bound=Operation)
 
 
 def reused(first: str, key: str | None, operation_id: str = "") -> IdempotencyKeyError:
-    """Return the error of a call whose key, or id if it has no key, stands for another request, ``first``."""
+    """Return the error of a call whose key, or id if it has no key, already belongs to the request ``first``."""
     name, noun = (f"operation_id {operation_id!r}", "id") if key is None else (f"Idempotency-Key {key!r}", "key")
     return IdempotencyKeyError(f"{name} belongs to {first}, a different request; use a new {noun} for a new request")
 
 
 class History(Generic[_Operation]):
-    """All operations that have not ended, and the last ones that have. One thread at a time may use it."""
+    """All operations that have not ended, and the last ``limit`` that have. One thread at a time may use it."""
 
     def __init__(self, limit: int, on_forgotten: Callable[[_Operation], None] = lambda _: None) -> None:
-        """``limit`` is how many that have ended are remembered."""
         self._limit = limit
         self._on_forgotten = on_forgotten
         self._by_id: dict[str, _Operation] = {}

@@ -35,7 +35,8 @@ _STRENGTH: tuple[DrainMode, ...] = ("wait", "keep", "abort")
 
 
 def _overtaken(release: Asked, by: Asked) -> Release | None:
-    """Return ``release`` with the mode of ``by`` and the longer deadline; None unless it is stronger, tags equal."""
+    """Return ``release`` with the mode of ``by`` and the longer deadline; None unless both release the same tags, and
+    ``by`` has the stronger mode."""
     if not isinstance(release, Release) or not isinstance(by, Release) or release.tags != by.tags:
         return None
     if _STRENGTH.index(by.mode) <= _STRENGTH.index(release.mode):
@@ -62,7 +63,7 @@ class Operation:
     """One release, resume or resize. Every method may be called from any thread; fields are read without the lock."""
 
     id: str
-    request: Asked  # what its callers ask for together
+    request: Asked  # of its first caller; a repeat with a stronger drain replaces it
     client: str  # its first caller
     table: Table
     #: The Idempotency-Key of the first call, or None. With ``prepare``, this key proves who the owner is.
@@ -74,7 +75,7 @@ class Operation:
     state: str = field(init=False)  # in ``table``
     cancelled_by: str | None = None  # who has cancelled it; without effect if that was too late
     forced_by: str | None = None  # who has cancelled it without being its owner
-    committed: bool = False  # it was prepared, and goes on
+    committed: bool = False  # it was prepared, and its owner has committed it
     callers: int = 1  # how many calls it answers
     created_at: float = field(default_factory=time.time)
     started_at: float | None = None
@@ -202,11 +203,12 @@ class Operation:
         return on_this_loop(self.done)
 
     def settled(self) -> asyncio.Future[None]:
-        """As ``ended``, but it is done as well once this operation is prepared, if that was asked for."""
+        """As ``ended``, but also done once this operation is prepared, if it was to be."""
         return on_this_loop(self._settled)
 
     def is_shared_with(self, key: str | None, client: str) -> bool:
-        """Whether an equal call may join it; while it awaits a commit, only by its key or, without one, its client."""
+        """Whether an equal call may join it: while it awaits a commit, only one with its key or, if it has no key, of
+        the same client."""
         return not self.blocks_others or (key == self.key if self.key is not None else client == self.client)
 
     @property
@@ -246,7 +248,7 @@ class Operation:
     # What callers do.
 
     def join(self, request: Asked) -> bool:
-        """Answer another call by this operation if its result is what ``request`` asks for; return whether it is. A
+        """Let this operation answer another call if its result is what ``request`` asks for; return whether it does. A
         release that differs by a stronger drain mode joins, too: it overtakes the drain. A prepare renews the lease."""
         with self.changed:
             self._note_lease_end()
@@ -312,7 +314,6 @@ class Operation:
     # For what carries it out.
 
     def start(self, event: str) -> None:
-        """Note that the worker begins it."""
         with self.changed:
             self.started_at = time.time()
             self._started = self._progressed = clock.monotonic()
@@ -398,7 +399,6 @@ class Operation:
             self.advance(ending)  # last, for readers without the lock
 
     def answer_callers(self) -> None:
-        """Let its callers know that it has ended."""
         self.done.set_result(None)
         if not self._settled.done():
             self._settled.set_result(None)

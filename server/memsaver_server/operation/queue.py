@@ -27,7 +27,7 @@ logger = logging.getLogger("memsaver")
 
 #: Operations that may wait or run; more are refused.
 MAX_PENDING = 128
-#: Idle time after which the worker thread ends, seconds. To start one may take longer than an operation.
+#: Idle time after which the worker thread ends, seconds. Starting one may take longer than an operation.
 IDLE_S = 30.0
 
 Work = Callable[[Operation, PhaseLog], OperationReport]

@@ -56,8 +56,8 @@ class Deadlines:
 class Group:
     """The ranks behind ``channel``, in order, and other ``processes`` that the engine needs, by name; all are watched.
     ``failure`` is why no operation is possible any more, ``step`` what the ranks do now; both may be empty. The ranks
-    may be those of several data-parallel engines, ``dp_ranks``, which have equally many; then ``part`` may name some,
-    whose ranks alone are asked."""
+    may be those of several data-parallel engines, ``dp_ranks``, with equally many each; ``part`` then names the engines
+    whose ranks alone are asked; empty: all."""
 
     def __init__(
         self, channel: Channel, processes: Mapping[str, int], deadlines: Deadlines, dp_ranks: Sequence[int] = ()

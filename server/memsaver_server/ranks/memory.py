@@ -200,7 +200,8 @@ class RankMemory(Group):
                 steps.take("release", Phase.PAUSE, partial(self.ask, again), list)
             else:
                 self._release(steps, request, self._to_suspend(request, plans))
-        self._overrides |= {tag: request.restore[tag] for tag in _released(steps.reports) if tag in request.restore}
+        released = {tag.tag for report in steps.reports for tag in report.tags if tag.released_bytes}
+        self._overrides |= {tag: policy for tag, policy in request.restore.items() if tag in released}
         return self._merged_report("release", steps.reports, log)
 
     def resume(self, request: Tagged, *, log: PhaseLog | None = None) -> OperationReport:
@@ -287,9 +288,9 @@ class RankMemory(Group):
 
     @contextmanager
     def _moving_communicators(self, steps: Steps, operation: Verb, names: tuple[str, ...]) -> Iterator[None]:
-        """Suspend or resume ``names`` while the steps in the block are taken. The ranks' limit ends before that of the
-        step, so that they can report who is missing. An undo first has all ranks call again: those that are inside NCCL
-        return only when the last one has entered."""
+        """Suspend or resume ``names`` while the steps in the block are taken. The ranks' own time limit ends before
+        that of the step, so that they can report which rank is missing. An undo first repeats the call on all ranks:
+        those that are inside NCCL return only when the last one has entered."""
         limit = self.deadlines.communicators_s
         releasing = operation == "release"
         name = f"{'suspend' if releasing else 'resume'} of communicators"
@@ -399,10 +400,6 @@ def _awake(request: MemoryRequest, tags: tuple[str, ...], trim: bool = False) ->
     """Return ``request`` for a step that releases ``tags`` and no more."""
     restore = {tag: policy for tag, policy in request.restore.items() if tag in tags}
     return MemoryRequest(tags=tags, restore=restore, trim=trim)
-
-
-def _released(reports: Sequence[OperationReport]) -> set[str]:
-    return {tag.tag for report in reports for tag in report.tags if tag.released_bytes}
 
 
 def _changed(before: Sequence[Status | None], after: Sequence[Status | None]) -> tuple[str, ...]:

@@ -17,8 +17,8 @@ _STATES = ("failed", "releasing", "resuming", "released", "resident")
 
 
 class RankDevices:
-    """The devices of all ranks, numbered for the group: ranks may call different devices by the same index. Each has
-    one of the ``readings``, with the group's number as index."""
+    """The devices of all ranks, numbered for the group: ranks may call different devices by the same index.
+    ``readings`` has each device once, with the group's number as its index."""
 
     def __init__(self, introductions: Iterable[Introduction]) -> None:
         self.readings: list[DeviceMemory] = []

@@ -1,7 +1,7 @@
 """The ranks of a tensor-parallel engine: rank 0 starts the other processes, and all compute every step together.
 
-Each other rank runs this module, see `main`. Rank 0 sends it messages over one connection, in order: those of the rank
-protocol, and ``{"engine": METHOD, ...}``, a method of the rank's runner and its arguments.
+Every other rank runs `main`. Rank 0 sends it messages over one connection, in order: those of the rank protocol, and
+``{"engine": METHOD, ...}``, a method of the rank's runner with its arguments.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ END_S = 10.0
 _EXPLAIN_S = 0.5
 #: Interval at which the time limits are checked, seconds.
 _LOOK_S = 1.0
-#: Off unless set: a captured graph hangs if NCCL has registered its memory and that was remapped; a process with NVLS
-#: memory cannot be checkpointed; torch's monitors end a process that waits for a rank or is hibernated.
+#: Switched off unless the environment sets them: a captured graph hangs if NCCL has registered memory of it that was
+#: remapped since; a process with NVLS memory cannot be checkpointed; torch's monitors end a process that waits for a
+#: rank or is hibernated.
 _OFF = ("NCCL_GRAPH_REGISTER", "NCCL_NVLS_ENABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 
 
@@ -160,6 +161,7 @@ class RankGroup:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._listener.close()
         self._channel.close()
         for rank, process in self._processes.items():
             try:

@@ -17,7 +17,7 @@ from memsaver_server.reference import weights
 from memsaver_server.reference.attention import Pair, SlotCache, distances
 from memsaver_server.reference.builtin_model import small_checkpoint
 
-#: The number by which rows use the spare slot, which is the first in memory and which no request gets.
+#: The number of the spare slot, which no request gets. It is the first in memory.
 _SPARE = -1
 
 #: Tokens to compute: the slot, the position of the first of them in it, and the tokens.

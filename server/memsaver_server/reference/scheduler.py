@@ -42,7 +42,7 @@ class SlotTable:
 
     def __init__(self, slots: int, chunk: int) -> None:
         self._chunk = chunk
-        self._held: list[list[int]] = [[]] * slots
+        self._prefixes: list[list[int]] = [[]] * slots  # whose keys and values each slot holds
         self.free = list(range(slots))  # in the order of their return
         self.count = self.limit = slots
 
@@ -54,25 +54,25 @@ class SlotTable:
     def resize(self, count: int) -> None:
         """Note that only the first ``count`` slots have memory from now on, and what the others held is gone."""
         self.count = self.limit = count
-        self._held[count:] = [[]] * (len(self._held) - count)
+        self._prefixes[count:] = [[]] * (len(self._prefixes) - count)
 
     def take(self, ids: Sequence[int]) -> tuple[int, int]:
         """Take a free slot: the one that holds most of the beginning of ``ids``, else an empty one, else the least
         recently used. Return it, and how many of the ids it holds: never all, as the last one gives the next token."""
-        best = max(self.available, key=lambda slot: (self._common(slot, ids), not self._held[slot]))
+        best = max(self.available, key=lambda slot: (self._common(slot, ids), not self._prefixes[slot]))
         self.free.remove(best)
-        self._held[best] = self._held[best][: self._common(best, ids)]
-        return best, len(self._held[best])
+        self._prefixes[best] = self._prefixes[best][: self._common(best, ids)]
+        return best, len(self._prefixes[best])
 
     def remember(self, slot: int, ids: Sequence[int]) -> None:
         """Record that ``slot`` holds the keys and values of ``ids``."""
-        self._held[slot] = list(ids[: len(ids) // self._chunk * self._chunk])
+        self._prefixes[slot] = list(ids[: len(ids) // self._chunk * self._chunk])
 
     def forget(self) -> None:
-        self._held = [[]] * len(self._held)
+        self._prefixes = [[]] * len(self._prefixes)
 
     def _common(self, slot: int, ids: Sequence[int]) -> int:
-        held = self._held[slot]
+        held = self._prefixes[slot]
         ends = range(self._chunk, min(len(held), len(ids) - 1) + 1, self._chunk)
         return max((end for end in ends if held[:end] == ids[:end]), default=0)
 
@@ -164,22 +164,21 @@ class Scheduler(LimitedPages):
         if name == "preempt":
             self.call(self._preempt)
         with self._changed:
-            used = [request.slot for request in self._running]
-            late = [request.name for request in self._running if request.slot >= self._slots.limit]
             match name:
-                case "read" | "keep":
-                    if name == "keep":
-                        self._slots.resize(*arguments)
-                        self._changed.notify_all()
-                    size = {"page_bytes": self.runner.slot_bytes, "page_tokens": self.runner.length, "least": 1}
-                    pages = {"total": self.runner.slots, "kept": self._slots.count, **size}
-                    return {"result": {**pages, "used": len(used), "needed": max(used, default=-1) + 1}}
                 case "limit":
                     (self._slots.limit,) = arguments
+                case "keep":
+                    self._slots.resize(*arguments)
                 case "waiting":
                     self._check_alive()
             self._changed.notify_all()
-            return {"result": late if name == "late" else len(late)}
+            used = [request.slot for request in self._running]
+            late = [request.name for request in self._running if request.slot >= self._slots.limit]
+            if name not in ("read", "keep"):
+                return {"result": late if name == "late" else len(late)}
+            pages = {"total": self.runner.slots, "kept": self._slots.count, "least": 1}
+            size = {"page_bytes": self.runner.slot_bytes, "page_tokens": self.runner.length}
+            return {"result": {**pages, **size, "used": len(used), "needed": max(used, default=-1) + 1}}
 
     def back_pages(self, pages: int, before: int) -> None:
         self.call(partial(self.runner.resize, pages))
@@ -214,7 +213,7 @@ class Scheduler(LimitedPages):
             if self._thread.is_alive():
                 log.error("a step has not ended for %g s; the process continues without waiting for it", _LAST_STEP_S)
 
-    def _wake(self, _: object = None) -> None:
+    def _wake(self, _: object) -> None:
         with self._changed:
             self._changed.notify_all()
 

@@ -34,9 +34,9 @@ _WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
 
 @dataclass(frozen=True)
 class Partition:
-    """The part of a model that ``rank`` of ``ranks`` holds. ``dims`` maps a tensor's name to the dimension along which
-    it is divided; -1: a sum over the ranks adds it, so rank 0 holds it, and the others zeros. Tensors not in ``dims``
-    are whole."""
+    """The part of a model that ``rank`` of ``ranks`` holds. ``dims`` maps the name of a tensor to the dimension along
+    which it is divided, or to -1 if the parts of all ranks are added up: then rank 0 holds it, and the others zeros.
+    Every rank holds all of a tensor that is not in ``dims``."""
 
     rank: int
     ranks: int

@@ -19,7 +19,6 @@ from memsaver_server.controller import TICK_S, Controller, Models
 from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import guard
 from memsaver_server.http.service import ControllerOf, event_stream
-from memsaver_server.routes.operations import event
 
 _FOLDER = files("memsaver_server") / "dashboard"
 _TYPES = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "svg": "image/svg+xml"}
@@ -69,8 +68,8 @@ def _file(name: str) -> Response:
     return Response((_FOLDER / name).read_bytes(), media_type=FILES[name], headers=HEADERS)
 
 
-async def _feed(controller: Controller[Any]) -> AsyncIterator[str]:
-    yield event("past", {"readings": list(controller.readings())})
+async def _feed(controller: Controller[Any]) -> AsyncIterator[tuple[str, Any]]:
+    yield "past", {"readings": list(controller.readings())}
     sent: dict[str, object] = {}
     due = 0.0
     while not controller.closing.is_set():
@@ -82,10 +81,10 @@ async def _feed(controller: Controller[Any]) -> AsyncIterator[str]:
             # The progress of a running one always changes.
             if operation.status in ("running", "prepared") or sent.get(operation.id) != now[operation.id]:
                 phase_starts = list(operation.phase_starts)
-                yield event("operation", {**controller.describe(operation), "phase_starts": phase_starts})
+                yield "operation", {**controller.describe(operation), "phase_starts": phase_starts}
         if now != sent or clock.monotonic() >= due:
             sent = now
             running = any(not each.has_ended for each in recent)
             due = clock.monotonic() + (RUNNING_INTERVAL_S if running else IDLE_INTERVAL_S)
-            yield event("occupation", await controller.shown())
+            yield "occupation", await controller.shown()
         await asyncio.sleep(TICK_S)

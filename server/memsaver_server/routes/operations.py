@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -16,7 +13,6 @@ from memsaver_server.controller import Controller, Models
 from memsaver_server.http.auth import caller, reads_only
 from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, takes
 from memsaver_server.http.service import ControllerOf, ServiceOf, event_stream, key_of
-from memsaver_server.operation.operation import Operation
 
 _MISSING = failures({404: "No such operation is remembered."}, only=REFUSED)
 _TOO_LATE = failures(
@@ -100,16 +96,6 @@ def router(models: Models) -> APIRouter:
         ``stalled`` if a phase makes none. Of a fleet: ``phase`` when a stage begins, ``engine`` when one engine's stage
         changes. Finally ``done``.
         """
-        return event_stream(_events(controller, controller.operations.find(operation_id)))
+        return event_stream(controller.events(controller.operations.find(operation_id)))
 
     return routes
-
-
-async def _events(controller: Controller[Any], operation: Operation) -> AsyncIterator[str]:
-    async with aclosing(controller.events(operation)) as events:  # type: ignore[type-var]  # an async generator
-        async for name, data in events:
-            yield event(name, data)
-
-
-def event(name: str, data: Any) -> str:
-    return f"event: {name}\ndata: {json.dumps(data)}\n\n"

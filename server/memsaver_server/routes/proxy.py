@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
@@ -11,6 +12,7 @@ from starlette.requests import Request
 from memsaver_core.contract.errors import BadRequestError, NotFoundError
 from memsaver_server.controller import Models
 from memsaver_server.fleet.controller import FleetController
+from memsaver_server.fleet.turns.slot import Slot
 from memsaver_server.fleet.turns.turns import UnknownModelError
 from memsaver_server.http.auth import reads_only
 from memsaver_server.http.requests import REFUSED, body_of, failures, guard, json_of, query_of
@@ -29,13 +31,16 @@ def router(_models: Models) -> APIRouter:
     @reads_only
     async def models(controller: _FleetOf) -> dict[str, Any]:
         """The models of the fleet as OpenAI lists them, each with its engines."""
-        return {"object": "list", "data": [_model(controller, name) for name in sorted(controller.turns.models)]}
+        return {"object": "list", "data": [_model(*each) for each in sorted(controller.turns.models.items())]}
 
     @routes.get("/v1/models/{model:path}", responses=failures({404: "No engine serves the model."}, only=REFUSED))
     @reads_only
     async def model(controller: _FleetOf, model: str) -> dict[str, Any]:
         """One model."""
-        return _model(controller, model)
+        models = controller.turns.models
+        if model not in models:
+            raise UnknownModelError.of(model, models)
+        return _model(model, models[model])
 
     @routes.post("/generate", include_in_schema=False)
     @routes.api_route("/v1/{path:path}", methods=["GET", "POST", "PUT", "DELETE"], include_in_schema=False)
@@ -51,11 +56,8 @@ def router(_models: Models) -> APIRouter:
     return routes
 
 
-def _model(controller: FleetController, name: str) -> dict[str, Any]:
-    models = controller.turns.models
-    if name not in models:
-        raise UnknownModelError.of(name, models)
-    engines = [{"name": slot.name, "url": slot.url, "state": slot.state} for slot in models[name]]
+def _model(name: str, slots: Iterable[Slot]) -> dict[str, Any]:
+    engines = [{"name": slot.name, "url": slot.url, "state": slot.state} for slot in slots]
     return {"id": name, "object": "model", "created": 0, "owned_by": "memsaver", "engines": engines}
 
 
@@ -64,9 +66,9 @@ async def _model_of(request: Request, controller: FleetController, body: bytes) 
     named = query_of(request, lambda name: name == "model").get("model")
     if named is None and body.lstrip()[:1] == b"{":
         named = (await json_of(request)).get("model")
-    models = sorted(controller.turns.models)
     if isinstance(named, str) and named:
         return named
+    models = sorted(controller.turns.models)
     if len(models) == 1:
         return models[0]
     known = ", ".join(map(repr, models)) or "none"

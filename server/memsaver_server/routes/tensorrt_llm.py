@@ -18,6 +18,7 @@ from memsaver_server.http.request_signing import has_valid_signature, is_signed
 from memsaver_server.http.requests import REFUSED, body_of, failures, fields_of, operated, plain, takes
 from memsaver_server.http.service import ControllerOf, ServiceOf, service_of
 from memsaver_server.http.unknown_fields import NamesIgnored
+from memsaver_server.operation.departure import CLIENT
 
 #: TensorRT-LLM's names of the tag ``weights``.
 WEIGHT_TAGS = ("model", "model_weights")
@@ -46,6 +47,7 @@ async def guard_signed(request: Request) -> None:
     """Require the key or a valid signature. Before that the body is read only if the request is signed."""
     service = service_of(request)
     check_browser(request, service.settings)
+    CLIENT.set(request.receive)
     key = service.settings.api_key
     if key is None or has_valid_key(request, key) or not is_signed(request.headers):
         check_key(request, service.settings)

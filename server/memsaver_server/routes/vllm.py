@@ -100,7 +100,8 @@ def router(models: Models) -> APIRouter:
     """Return the routes of vLLM's dialect; of a fleet with those of Ray Serve LLM."""
     routes = APIRouter(route_class=NamesIgnored, tags=["sleep mode"], dependencies=[Depends(guard)])
     responses = operated(models.done | models.message, models.failures)
-    release, wakes = models.release, joined(Options, models.resume) if models.several else models.resume
+    release = models.release
+    wakes = joined(Options, models.resume) if models.several else models.resume
     sleeps = joined(Sleep, joined(Options, release) if models.several else release)
     by_sleeps, by_release, by_wakes, by_selected = (
         Depends(fields_of(each)) for each in (sleeps, release, wakes, models.selected)

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from memsaver_server.fleet.ray.cluster import connect
 from memsaver_server.fleet.ray.coordinator import RayFleet, coordinator
-from memsaver_server.fleet.ray.engine_actor import EngineActor
 from memsaver_server.fleet.ray.membership import RayMembership
 from memsaver_server.fleet.ray.record import RayRecord
-from memsaver_server.fleet.ray.registry import Registration, placement_group_labels, register
+from memsaver_server.fleet.ray.registry import EngineActor, Registration, placement_group_labels, register
 
 __all__ = [
     "EngineActor",

@@ -7,19 +7,17 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from memsaver_core.contract.requests import Seconds
+from memsaver_core.contract.requests import Fields, Seconds
 from memsaver_server.wrong_fields import wrong_fields
 
 #: The name of the entry that holds for all models that have none.
 OTHERS = "*"
 
 
-class ModelOptions(BaseModel):
+class ModelOptions(Fields):
     """How one model takes turns. All times in seconds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     idle_release_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None, description="Release an engine that had no request for so long; by default only to make room."
@@ -32,8 +30,6 @@ class ModelOptions(BaseModel):
 
 
 class TurnOptions:
-    """The options of all models."""
-
     def __init__(self, models: Mapping[str, ModelOptions] | None = None) -> None:
         self._models = dict(models or {})
 

@@ -32,8 +32,6 @@ class BadGatewayError(MemsaverError, kind="bad_gateway", status=502):
 
 
 class Proxy:
-    """Sends requests to engines."""
-
     def __init__(self, turns: Turns, observer: Observer, upstreams: Upstreams) -> None:
         self._turns = turns
         self._observer = observer

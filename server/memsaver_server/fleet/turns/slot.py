@@ -55,12 +55,9 @@ class Slot:
     def update(self, status: EngineStatus, wanted: Sequence[Wanted], demands: Sequence[Demand]) -> None:
         self.url, self.model, self.gpus = status.url, status.model, status.gpus
         self.weights_version = version_for(status, demands)
-        now = status.occupation
-        self.free = {}
-        if now is not None:
-            self.resident_bytes = sum(tag.resident_bytes for tag in now.tags)
-            self.released_bytes = sum(tag.released_bytes for tag in now.tags)
-            self.free = {device.uuid: device.free_bytes for device in now.devices}
+        self.resident_bytes, self.released_bytes = status.resident_bytes, status.released_bytes
+        devices = status.occupation.devices if status.occupation is not None else ()
+        self.free = {device.uuid: device.free_bytes for device in devices}
         was = self.state
         self.state, self.reason = _state_of(status, wanted)
         if self.state == "awake" != was:
@@ -113,7 +110,7 @@ def _state_of(status: EngineStatus, wanted: Sequence[Wanted]) -> tuple[SlotState
         return "kept", discarded(now.lost)
     if now.admission.open:
         return "awake", ""
-    if not (now.hibernated or any(tag.released_bytes for tag in now.tags)):
+    if not (now.hibernated or status.released_bytes):
         return "closed", now.admission.reason
     if now.updating:  # its resume would wait for that, with the memory unused
         return "closed", "an update writes its weights"

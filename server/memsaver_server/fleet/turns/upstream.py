@@ -16,7 +16,7 @@ from memsaver_server.client.requests import Target
 CONNECT_S = 10.0
 #: How long a connection waits for the next request, seconds: less than in a server, whose close may cross a request.
 IDLE_S = 2.0
-#: An address that is unused for so long may be gone: its connections are closed when a new one is used, seconds.
+#: An address that is unused for so long may be gone: its connections are closed once a new address is used, seconds.
 UNUSED_S = 60.0
 #: Headers that concern one connection only.
 _HOP = {

@@ -41,7 +41,7 @@ from memsaver_core.contract.errors import (
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import MemoryRequest, Release, Resume, Tagged, Verb
 from memsaver_core.ranks.connection import SocketChannel, serve
-from memsaver_core.ranks.protocol import Answer, Introduce, Plain, Request, Resize
+from memsaver_core.ranks.protocol import Answer, Introduce, Plain, Request, Resize, WriteAsleep
 from memsaver_core.ranks.rank import Rank, Result
 from memsaver_core.ranks.remote import RemoteListener
 from memsaver_core.rendezvous import Listener, path_in, settle
@@ -66,7 +66,7 @@ CONNECT_S = 300.0
 ARRIVAL_S = 30.0
 #: How long rank 0 may take to carry out a command, seconds: less than it waits in a collective for a rank that hangs.
 COMMAND_S = 120.0
-#: Commands whose results a rank remembers.
+#: How many results of commands a rank remembers.
 RESULTS = 32
 #: How long the loop rests at most, milliseconds: after that the engine does what it does while it is idle.
 REST_MS = 1000
@@ -86,11 +86,12 @@ class StillRunningError(MemsaverError):
 
 @dataclass(frozen=True)
 class Topology:
-    """The processes of an engine. ``group`` are those of this process's replica: their numbers in torch's default
-    process group, in which ``cpu_group`` is that of all; the first receives the engine's requests, and this process is
-    number ``place``. Several ``replicas``, on one host, are one engine; this is number ``replica``, and the first one
-    awaits the ranks of all in ``folder``. ``host`` is that of the first rank, for ranks on others; else empty.
-    ``several_receive``: ranks besides the first receive requests of clients."""
+    """The processes of an engine. ``group`` has the ranks of this process's replica, by their numbers in torch's
+    default process group: the first one receives the engine's requests, this process is number ``place``, and
+    ``cpu_group`` is torch's group of them for messages without a device. Several ``replicas``, on one host, are one
+    engine; this is number ``replica``, and the first one awaits the ranks of all in ``folder``. ``host`` is the first
+    rank's if there are ranks on other hosts, else empty. ``several_receive``: ranks besides the first receive requests
+    of clients."""
 
     size: int
     group: Sequence[int]
@@ -133,6 +134,9 @@ class Scheduler(ABC):
     nothing may be commands, which are carried out in the scheduler's thread."""
 
     engine: ClassVar[str]
+
+    #: Why the last update of weights failed on this rank, or an empty string.
+    update_failure = ""
 
     def __init__(self, own: Any) -> None:
         self.own = own
@@ -254,8 +258,8 @@ class EventLoop:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self._done = 0  # the number of the last command that was done
-        self._arrived = 0  # that of the last whose iteration is over
-        #: The results of the last commands, by number: others may be done before a result is asked for.
+        self._arrived = 0  # the number of the last command whose iteration is over
+        #: The results of the last commands, by number: more may be done before one is asked for.
         self._results: dict[int, Future[None]] = {}
         self._changed = threading.Condition()
         scheduler.take_over(self)
@@ -605,6 +609,10 @@ class LoopEngine(LeadingLoop, Engine):
     def _answer(self, request: Any, error: BaseException | None) -> None:
         """Answer ``request``, which has failed with ``error``, or succeeded if that is None. From any thread."""
 
+    @abstractmethod
+    def _reply(self, request: Any, output: Any) -> None:
+        """Send ``output``, this rank's answer to ``request``. From any thread."""
+
     def _operate(self, request: Any) -> None:
         try:
             kind = Release if type(request).__name__.startswith("Release") else Resume
@@ -619,17 +627,28 @@ class LoopEngine(LeadingLoop, Engine):
         self._answer(request, error)
 
     def _update(self, request: Any) -> None:
-        """Have the engine write weights while no release or resume runs, and note whether it did. Nothing marks the
-        last request of an update, so each counts as a whole one. Clients resume the KV cache only after the last."""
+        """Have the engine write weights while no release or resume runs, note whether it did, and pass its answer on.
+        Nothing marks the last request of an update, so each counts as a whole one. Clients resume the KV cache only
+        after the last."""
         answered: Future[Any] = Future()
-        with suppress(_NotWrittenError), self._lifecycle.writing():
-            self._write(request, answered)
-            self.is_done(answered)
-            if not answered.result().success:
-                raise _NotWrittenError
+        try:
+            with suppress(_NotWrittenError), self._lifecycle.writing(asleep=self.can_write_asleep(request)):
+                self._write(request, answered)
+                self.is_done(answered)
+                if not answered.result().success:
+                    raise _NotWrittenError
+        except Exception as error:
+            if not answered.done():
+                raise
+            answered.result().success, answered.result().message = False, str(error)
+        self._reply(request, answered.result())
+
+    def can_write_asleep(self, request: Any) -> bool:
+        """Return whether the engine can carry out an update, ``request``, while the weights are released."""
+        return False
 
     def _write(self, request: Any, answered: Future[Any]) -> None:
-        """Have the engine carry out an update of weights, and set ``answered`` to its answer."""
+        """Have the engine carry out an update of weights, and set ``answered`` to its answer, which is not sent yet."""
         self._updates[answer_to(request)] = answered
         self.send(request)
 
@@ -657,9 +676,12 @@ class SchedulerRank(Rank):
 
     def carry_out(self, request: Request) -> Result:
         self._loop.wait_for(self._after)
+        scheduler = self._loop.scheduler
         if isinstance(request, Resize):
-            self._loop.scheduler.back_pages(request.pages)
+            scheduler.back_pages(request.pages)
             return OperationReport(operation="resume")
+        if isinstance(request, WriteAsleep) and request.step == "keep" and scheduler.update_failure:
+            raise MemsaverError(scheduler.update_failure)
         return super().carry_out(request)
 
 
@@ -687,6 +709,12 @@ class SchedulerMemory(RankMemory):
 
     def resize(self, pages: int, before: int) -> None:
         self._at_rest(partial(super().resize, pages, before))
+
+    @contextmanager
+    def written_asleep(self, tag: str) -> Iterator[None]:
+        with self._asking, super().written_asleep(tag):
+            yield
+            self.run("")  # after this every rank has done what the block had it do
 
     @contextmanager
     def _operating(self, operation: Verb, log: ms.PhaseLog) -> Iterator[Steps]:

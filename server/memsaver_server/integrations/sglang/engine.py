@@ -54,7 +54,8 @@ _HIERARCHICAL_CACHE = (
     "--enable-hierarchical-cache"
 )
 
-#: In SGLang's list of released tags while admission is closed: its ranks then agree on batches without the device.
+#: Is in SGLang's set of released tags while admission is closed. While that has any tag, SGLang's ranks agree on
+#: batches without the device.
 CLOSED = "memsaver"
 #: How long a flush waits for requests that are about to end, or that a pause before it is setting aside, seconds.
 SETTLING_S = 1.0
@@ -66,6 +67,8 @@ QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue", "dis
 READS = ("CheckWeightsReqInput", "GetWeightsByNameReqInput", "SendWeightsToRemoteInstanceReqInput")
 #: What comes before and after the requests of an update, from 0.5.21 on.
 BEGIN, END = "BeginWeightUpdateReqInput", "EndWeightUpdateReqInput"
+#: The requests that weights can be written by while they are released. Others take device memory or communicators.
+ASLEEP = ("UpdateWeightFromDiskReqInput", "UpdateWeightsFromTensorReqInput", BEGIN, END)
 #: A limit for the tokens of a verification, seconds.
 VERIFICATION_S = 60.0
 
@@ -84,7 +87,7 @@ class SglangScheduler(base.Scheduler):
         self._limit: SchedulerPages | None = None  # once somebody has asked for it
         self.admission = RankAdmission(own, self._messages)
         self._is_first = False
-        self._released_tags: set[str] = set()  # SGLang's list, see CLOSED
+        self._released_tags: set[str] = set()  # SGLang's, see CLOSED
         self._deregistered: list[Any] = []  # queues of transfers
 
     @property
@@ -156,7 +159,7 @@ class SglangScheduler(base.Scheduler):
         if receives and not isinstance(loop, base.LeadingLoop):
             self._receive_by(self.admission.admit)
         dispatch = own._request_dispatcher
-        own._request_dispatcher = lambda request: self._answer_state(request) or dispatch(request)
+        own._request_dispatcher = lambda request: self._answer_state(request) or self._note_update(dispatch(request))
         own.request_receiver = SimpleNamespace(
             recv_requests=partial(loop.beginning, own.request_receiver.recv_requests)
         )
@@ -193,12 +196,13 @@ class SglangScheduler(base.Scheduler):
         self.own.request_receiver = dataclasses.replace(receiver, input_blocker=blocking)
 
     def admit(self, received: Sequence[Any]) -> Sequence[Any]:
-        """See ``Scheduler``. SGLang sends each replica the same commands: the first one's are relayed here, once the
-        service has let them pass. Only aborts of them are taken here: a relayed one could come before its request."""
+        """See ``Scheduler``. SGLang sends the same commands to every replica. This one carries out those that the first
+        replica relays, once the service has let them pass. Only aborts are taken directly: a relayed one could come
+        before its request."""
         return self.admission.admit([each for each in received if self.is_routed(each)])
 
     def is_routed(self, request: Any) -> bool:
-        """Return whether SGLang's ``request`` comes to where it is carried out without the service's help."""
+        """Return whether SGLang itself sends ``request`` to where it is carried out, so that it is not relayed."""
         return self.admission.is_work(request) or isinstance(request, self._messages.AbortReq)
 
     def _answer_state(self, request: Any) -> Any:
@@ -207,6 +211,17 @@ class SglangScheduler(base.Scheduler):
             return None
         state = {"closed": self.admission.closed is not None, "still": self.is_still()}
         return self._messages.GetInternalStateReqOutput(internal_state=state)
+
+    def _note_update(self, output: Any) -> Any:
+        if type(output).__name__.startswith("UpdateWeight"):
+            self.update_failure = "" if output.success else output.message
+        return output
+
+    def made_on_device(self) -> str:
+        """Return what SGLang computes from weights that it has loaded, or an empty string."""
+        runner = self.own.tp_worker.model_runner
+        derived = "derived weights" if hasattr(runner.model, "post_load_weights") else ""
+        return getattr(getattr(runner, "model_config", None), "quantization", None) or derived
 
     def close(self, reason: str, hold: int) -> None:
         """Close admission on this rank; on the first one ``close_admission`` has done so."""
@@ -529,7 +544,8 @@ class SglangEngine(LimitedPages, base.LoopEngine):
         return super()._takes(request)
 
     def _dispatch(self, request: Any) -> Any:
-        """Replaces the scheduler's ``_request_dispatcher``, which returns the answer to ``request``, or None."""
+        """Replaces the scheduler's ``_request_dispatcher``, which returns the answer to ``request``; None if that comes
+        later, as with an update."""
         name = type(request).__name__
         answered = self._updates.pop(base.answer_to(request), None)
         try:
@@ -542,6 +558,7 @@ class SglangEngine(LimitedPages, base.LoopEngine):
             if name in (BEGIN, END) and output.success:
                 self.unwritten_weights = ("all of an update that has not ended",) if name == BEGIN else ()
             answered.set_result(output)
+            return None
         return output
 
     # In a thread for each call.
@@ -563,13 +580,27 @@ class SglangEngine(LimitedPages, base.LoopEngine):
         elif self.scheduler.topology.several_receive:
             self.post("answer", output, request)
         else:
-            self.submit(partial(self.scheduler.answer, output, request))
+            self._reply(request, output)
+
+    def _reply(self, request: Any, output: Any) -> None:
+        self.submit(partial(self.scheduler.answer, output, request))
 
     def _flush(self, request: Any) -> None:
         """Flush the cache. SGLang's own flush fails while a pause sets requests aside, and just after an answer."""
         self.when_still(max(SETTLING_S, getattr(request, "timeout_s", None) or 0))
         self.flush_cache()
         self._answer(request, None)
+
+    def can_write_asleep(self, request: Any) -> bool:
+        """See ``LoopEngine``. Raises UnsupportedError if weights that are released are computed on the device."""
+        if type(request).__name__ not in ASLEEP or getattr(request, "recapture_cuda_graph", False):
+            return False
+        if "weights" in released_tags(self.memory.status()) and (made := self.scheduler.made_on_device()):
+            raise UnsupportedError(
+                f"SGLang computes {made} on the device, so these weights cannot be written while they are released; "
+                "resume them first, and update then"
+            )
+        return True
 
     def _write(self, request: Any, answered: Future[Any]) -> None:
         write = partial(super()._write, request, answered)

@@ -17,8 +17,8 @@ from memsaver_core.compat.patching import Function, wrap
 from memsaver_core.resizing import KV_CACHE, behind
 from memsaver_server.integrations.adapter.engine import lacking
 
-#: The allocators with a single list of free pages, and the prefix caches in which every page is a request's, a prefix
-#: which can be forgotten, or is copied from or to host memory.
+#: The allocators that have a single list of free pages. And the prefix caches of which every page belongs to a request,
+#: holds a prefix that can be forgotten, or is being copied from or to host memory.
 ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 PREFIXES = ("ChunkCache", "HiRadixCache", "RadixCache", "UnifiedRadixCache")
 #: The allocator that has two of those, one of them for layers with sliding windows, whose pages stay.
@@ -27,7 +27,7 @@ WINDOWS = "SWATokenToKVPoolAllocator"
 COMPUTED = ("cache_unfinished_req", "checkpoint")
 #: What a pool of pages calls the tensors of its layers.
 BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")
-#: What the tokens of all pages are called in a ``Scheduler`` and in these parts of it.
+#: Attributes of a ``Scheduler``, and of these parts of it, that say how many tokens all pages hold.
 SIZES = ("max_total_num_tokens", "full_tokens_per_layer")
 OBSERVERS = ("invariant_checker", "kv_events_publisher", "load_inquirer", "pool_stats_observer")
 #: What a ``Scheduler`` must have.

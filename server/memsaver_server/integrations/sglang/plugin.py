@@ -9,10 +9,12 @@ import os
 import secrets
 import tempfile
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 from memsaver_core import MemsaverError, communicators
+from memsaver_core.lending import is_lent
 from memsaver_core.rendezvous import FOLDER
 from memsaver_server.integrations.adapter.plugin import Plugin
 from memsaver_server.integrations.sglang import loader
@@ -33,6 +35,7 @@ def register() -> None:
         "sglang.srt.managers.scheduler.Scheduler.run_event_loop": _serve,
         CONFIGURE: _configure,
         f"{WINDOWS}.__init__": _put_windows_into_regions,
+        f"{loader.LOADER}.device_loading_context": _loading_context,
         f"{manager}.__init__": _initialize_manager,
         **{f"{manager}.{call}": partial(_raising, call) for call in CALLS},
         **loader.register(),
@@ -84,6 +87,16 @@ def _put_windows_into_regions(original: Callable[..., None], pool: Any, *argumen
         part = named.get("token_to_kv_pool_class", parameters["token_to_kv_pool_class"].default)
         named["token_to_kv_pool_class"] = lambda **known: part(**{**known, "enable_memory_saver": True})
     original(pool, *arguments, **named)
+
+
+# In the scheduler's process: an update of weights that are released.
+
+
+def _loading_context(
+    original: Callable[..., AbstractContextManager[Any]], module: Any, device: Any
+) -> AbstractContextManager[Any]:
+    """SGLang brings weights to the device for what it computes from them; of those written asleep it is nothing."""
+    return nullcontext(module) if is_lent("weights") else original(module, device)
 
 
 # In the scheduler's process: the memory of prefill graphs, under the tag of the other graphs.

@@ -256,10 +256,11 @@ class TokenspeedEngine(base.LoopEngine):
     # tokenspeed's own calls.
 
     def send_pyobj(self, output: Any) -> None:
-        """Send ``output`` to tokenspeed's server; note it if it answers an update. In the scheduler's thread."""
+        """Send ``output`` to tokenspeed's server; if it answers an update, only note it. In the scheduler's thread."""
         if (answered := self._updates.pop(type(output).__name__, None)) is not None:
             answered.set_result(output)
-        self._socket.send_pyobj(output)
+        else:
+            self._socket.send_pyobj(output)
 
     def _takes(self, request: Any) -> bool:
         if type(request).__name__ == "IsSleepingReqInput":
@@ -270,5 +271,7 @@ class TokenspeedEngine(base.LoopEngine):
 
     def _answer(self, request: Any, error: BaseException | None) -> None:
         kind = getattr(self._messages, base.answer_to(request))
-        output = kind(success=error is None, message=str(error or ""))
+        self._reply(request, kind(success=error is None, message=str(error or "")))
+
+    def _reply(self, request: Any, output: Any) -> None:
         self.submit(partial(self._socket.send_pyobj, output))
