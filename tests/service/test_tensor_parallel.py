@@ -52,6 +52,15 @@ SHAPE = {
 
 TWO_RANKS = ("--tensor-parallel", "2", "--kv-cache-bytes", "16MiB", "--max-len", "256")
 
+#: Makes an engine without room for a request.
+SMALL_CACHE = """
+from memsaver_server.reference import ranks
+from memsaver_server.reference.engine import TransformersEngine
+from tests import forks
+
+ranks.subprocess = forks
+TransformersEngine(tensor_parallel=2, kv_cache_bytes=1)
+"""
 #: Makes an engine whose rank 1 is stopped while it loads.
 FROZEN_LOAD = """
 import fcntl, os, signal, sys
@@ -376,6 +385,14 @@ def test_a_frozen_rank_is_noticed(monkeypatch: pytest.MonkeyPatch, what: str) ->
         assert answer.status_code == 500
         assert f"rank 1 (process {pid}) does not answer: the {what} did not end in 2 s" in answer.text
         is_dead(served, f"rank 1 (process {pid}) does not answer")
+
+
+def test_a_start_that_fails_leaves_no_socket(tmp_path: Path) -> None:
+    named = {**environment(), "TMPDIR": str(tmp_path)}
+    ran = forks.run([sys.executable, "-c", SMALL_CACHE], stderr=forks.PIPE, text=True, timeout=800, env=named)
+    assert ran.returncode == 1
+    assert "kv_cache_bytes" in ran.stderr
+    assert not list(tmp_path.glob("memsaver-ranks-*"))
 
 
 @pytest.mark.parametrize("when", ["before it joins", "while it loads"])
