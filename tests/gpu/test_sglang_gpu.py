@@ -287,6 +287,11 @@ def test_two_ranks_with_a_cache_of_any_size(start: Start) -> None:
     check_sizes(server, server.answers)
 
 
+def test_updates_while_released(start: Start, tmp_path: Path) -> None:
+    server = start(*NO_PREFILL_GRAPHS, **RELEASED)
+    server.check_updates_while_released(checkpoint.write(tmp_path / "other", seed=8, config=DENSE))
+
+
 def write_by_ipc(server: GpuServer, folder: Path) -> None:
     """Have SGLang copy the weights of its checkpoint from this process's device memory, as from checkpoint-engine's
     parameter server: by the messages that ``checkpoint_engine.worker`` 0.4.2 awaits."""
