@@ -302,11 +302,10 @@ if __name__ == "__main__":
         except Exception as error:
             return str(error)
     engine.release_memory_occupation(tags=["weights"])
-    assert "resume it first" in write(weights)[1]
     assert "resume it first" in refusal(save)
+    assert write([(name, weight * 2) for name, weight in weights])[0]
     engine.resume_memory_occupation(tags=["weights"])
     save()
-    assert write([(name, weight * 2) for name, weight in weights])[0]
     assert tokens()["output_ids"] != expected
     assert write(weights)[0]
     assert tokens()["output_ids"] == expected
