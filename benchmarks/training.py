@@ -207,7 +207,7 @@ def trainer(framework: str, mode: str, shape: dict[str, Any], folder: str, token
     with ExitStack() as stack:
         if mode == "torch_memory_saver":
             if framework == "megatron":
-                import megatron.core  # noqa: F401  # it chooses a mode
+                import megatron.core  # noqa: F401  # its import sets another hook mode
             from torch_memory_saver import torch_memory_saver
 
             torch_memory_saver.hook_mode = "preload"

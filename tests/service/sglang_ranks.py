@@ -63,6 +63,10 @@ def fail_updates(scheduler: standin.Scheduler) -> None:
     scheduler.update_error = "a shard is missing"
 
 
+def fail_no_updates(scheduler: standin.Scheduler) -> None:
+    scheduler.update_error = ""
+
+
 def run(rank: int, folder: str, shape: tuple[int, int, int], environment: dict[str, str], backup: bool) -> None:
     """The life of a rank; ``shape``: tensor-parallel ranks, pipeline stages, replicas."""
     tp, pp, dp = shape

@@ -224,6 +224,17 @@ def test_an_update_that_one_rank_cannot_take(serve: Callable[..., Serving]) -> N
     assert (failed.success, "rank 1" in failed.message, "a shard is missing" in failed.message) == (False, True, True)
     serving.call("/resume_memory_occupation")
     assert serving.generate() == expected
+    serving.call("/release_memory_occupation")
+    serving.engine.send(standin.Run(1, sglang_ranks.fail_no_updates))
+    for part in (
+        standin.BeginWeightUpdateReqInput(rid="begin"),
+        standin.UpdateWeightsFromTensorReqInput(table, rid="again"),
+        standin.EndWeightUpdateReqInput(rid="end"),
+    ):
+        serving.engine.send(part)
+        assert serving.engine.answer(part.rid).success
+    serving.call("/resume_memory_occupation")
+    assert serving.generate() != expected
 
 
 @pytest.mark.parametrize("fail", [sglang_ranks.fail_copies, sglang_ranks.fail_buffers])

@@ -67,7 +67,8 @@ QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue", "dis
 READS = ("CheckWeightsReqInput", "GetWeightsByNameReqInput", "SendWeightsToRemoteInstanceReqInput")
 #: What comes before and after the requests of an update, from 0.5.21 on.
 BEGIN, END = "BeginWeightUpdateReqInput", "EndWeightUpdateReqInput"
-#: The requests that weights can be written by while they are released. Others take device memory or communicators.
+#: The requests of updates that can be carried out while the weights are released. Those of other kinds need device
+#: memory or communicators.
 ASLEEP = ("UpdateWeightFromDiskReqInput", "UpdateWeightsFromTensorReqInput", BEGIN, END)
 #: A limit for the tokens of a verification, seconds.
 VERIFICATION_S = 60.0
@@ -213,7 +214,7 @@ class SglangScheduler(base.Scheduler):
         return self._messages.GetInternalStateReqOutput(internal_state=state)
 
     def _note_update(self, output: Any) -> Any:
-        if type(output).__name__.startswith("UpdateWeight"):
+        if type(output).__name__.replace("ReqOutput", "ReqInput") in ASLEEP:
             self.update_failure = "" if output.success else output.message
         return output
 

@@ -80,7 +80,7 @@ WINDOWS = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"
 
 
 def _put_windows_into_regions(original: Callable[..., None], pool: Any, *arguments: Any, **named: Any) -> None:
-    """SGLang up to 0.5.21 allocates this cache as if no memory were released."""
+    """SGLang up to 0.5.21 makes the parts of this cache without ``enable_memory_saver``."""
     parameters = inspect.signature(original).parameters
     options = importlib.import_module(loader.LOADER).get_server_args()
     if "enable_memory_saver" not in parameters and options.enable_memory_saver:
@@ -95,7 +95,8 @@ def _put_windows_into_regions(original: Callable[..., None], pool: Any, *argumen
 def _loading_context(
     original: Callable[..., AbstractContextManager[Any]], module: Any, device: Any
 ) -> AbstractContextManager[Any]:
-    """SGLang brings weights to the device for what it computes from them; of those written asleep it is nothing."""
+    """SGLang moves weights to the device to compute others from them. From weights that are written while they are
+    released it computes none, so they stay in host memory."""
     return nullcontext(module) if is_lent("weights") else original(module, device)
 
 
