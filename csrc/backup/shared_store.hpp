@@ -81,12 +81,12 @@ class SharedStore {
   // Looks for content, as SharedIndex::find_or_claim(). The entry in the answer is this process's until give().
   [[nodiscard]] Answer find_or_claim(const Digest& digest, std::size_t content_bytes, bool alone = false) {
     if (!lock_index()) return {Found::no_room};
+    const Lock index(index_->mutex, std::adopt_lock);
     Answer answer = index_->find_or_claim(digest, content_bytes, alone);
     if (answer.found == Found::kept || answer.found == Found::claimed) {
       const Lock lock(mutex_);
       ++uses_[answer.entry];
     }
-    index_->mutex.unlock();
     return answer;
   }
   // Returns the addresses of what was found kept. Throws out_of_host_memory.
@@ -99,6 +99,7 @@ class SharedStore {
     const auto until = std::chrono::steady_clock::now() + kKeeperTimeout;
     for (bool fragmented = false;; fragmented = true) {
       if (!lock_index()) return {};
+      Lock index(index_->mutex, std::adopt_lock);
       const bool taken = index_->take(entry, bytes);
       const std::vector<SharedIndex::Piece> pieces = index_->pieces_of(entry);
       const std::size_t free = index_->slab_bytes() - index_->used_bytes();
@@ -107,7 +108,7 @@ class SharedStore {
       const std::size_t share = expected / std::max<std::size_t>(1, index_->members());
       const auto slab = taken ? std::nullopt : index_->begin_slab(missing, std::max(bytes, share));
       const bool asked = !taken && !slab && std::chrono::steady_clock::now() < until && index_->ask_keepers(bytes);
-      index_->mutex.unlock();
+      index.unlock();
       if (taken) {
         std::vector<HostRange> ranges = map(pieces, to_pages(bytes));
         pin(ranges);
@@ -159,12 +160,13 @@ class SharedStore {
     copy_to_ranges(text.data(), {{0, text.size()}}, memory);
     publish(entry);
     const auto until = std::chrono::steady_clock::now() + kHoldTimeout;
-    for (bool waiting = true; waiting && std::chrono::steady_clock::now() < until;) {
+    while (std::chrono::steady_clock::now() < until) {
       const std::uint32_t seen = changes();
       if (!lock_index()) return;
-      waiting = index_->lacks_keeper(entry);
-      index_->mutex.unlock();
-      if (waiting) wait_for_change(seen);
+      Lock index(index_->mutex, std::adopt_lock);
+      if (!index_->lacks_keeper(entry)) return;
+      index.unlock();
+      wait_for_change(seen);
     }
   }
   // A text, and the entries of the content that it names. It begins with two words and the number of blocks; then, for
@@ -180,23 +182,25 @@ class SharedStore {
   // Returns the texts that can be found now; none if the index is not free.
   [[nodiscard]] std::vector<Text> texts() {
     if (!lock_index()) return {};
-    std::vector<Text> texts = read_texts();
-    index_->mutex.unlock();
-    return texts;
+    const Lock index(index_->mutex, std::adopt_lock);
+    return read_texts();
   }
   // Marks the text of this name. Returns false if there is none, or the index is not free.
   [[nodiscard]] bool mark_text(const std::string& name, SharedLayout::Entry::Mark mark) {
     if (!lock_index()) return false;
-    const std::vector<SharedIndex::Text> texts = index_->texts();
-    const auto text = std::find_if(texts.begin(), texts.end(), [&](const auto& each) { return each.name == name; });
-    if (text != texts.end()) index_->mark_text(text->entry, mark);
-    index_->mutex.unlock();
-    return text != texts.end();
+    const Lock index(index_->mutex, std::adopt_lock);
+    for (const auto& text : index_->texts()) {
+      if (text.name != name) continue;
+      index_->mark_text(text.entry, mark);
+      return true;
+    }
+    return false;
   }
   // As a keeper: holds the texts that are complete, and their content, up to `limit` bytes as stored: first what is
   // pinned, then what was used last. Drops the rest. May be killed at any instant.
   void keep(std::size_t limit) {
     if (!lock_index()) return;
+    const Lock index(index_->mutex, std::adopt_lock);
     index_->drop_dead_members();
     const std::set<std::uint32_t> wanted = wanted_of_texts(limit);
     bool changed = false;
@@ -212,7 +216,6 @@ class SharedStore {
       entry = dropped ? held_.erase(entry) : std::next(entry);
     }
     if (changed) index_->wake();  // a member may wait for room, or until its text is held
-    index_->mutex.unlock();
   }
   // Ends the use of an entry, kept or claimed. Makes no system call: apply_pending() does.
   void give(std::uint32_t entry) {
@@ -225,21 +228,21 @@ class SharedStore {
       if (pending_.empty()) return;
     }
     if (!lock_index()) return;
+    const Lock index(index_->mutex, std::adopt_lock);
     std::vector<std::function<void()>> changes;
     {
       const Lock lock(mutex_);
       changes.swap(pending_);
     }
     for (const auto& change : changes) change();
-    index_->mutex.unlock();
   }
   // Waits up to `at_most` for another process to publish or give up something after changes() was `seen`; if none does,
   // drops what dead processes had.
   void wait_for_change(std::uint32_t seen, std::chrono::milliseconds at_most = kPoll) {
     index_->wait_for_change(seen, at_most);
     if (changes() != seen || !lock_index()) return;
+    const Lock index(index_->mutex, std::adopt_lock);
     index_->drop_dead_members();
-    index_->mutex.unlock();
   }
   [[nodiscard]] std::uint32_t changes() const { return index_->changes(); }
 
@@ -273,13 +276,13 @@ class SharedStore {
       const Lock no_other(map_mutex_);
       const Lock not_pinned(pin_mutex_);
       if (!lock_index()) return;
+      const Lock index(index_->mutex, std::adopt_lock);
       std::vector<std::uint32_t> entries;
       {
         const Lock lock(mutex_);
         for (const auto& [entry, uses] : uses_) entries.push_back(entry);
       }
       unneeded = take_out(index_->unmap_unneeded(entries));
-      index_->mutex.unlock();
     }
     unmap(std::move(unneeded));
     free_unused([] {});
@@ -436,15 +439,13 @@ class SharedStore {
     open_file(limit_bytes);
     index_ = std::make_unique<SharedIndex>(*layout_);
     if (!lock_index()) throw no_store("a process that uses it is stopped");
-    const bool joined = index_->join(kind);
-    index_->mutex.unlock();
-    if (!joined) throw no_store("it has " + std::to_string(kMembers) + " processes already");
+    Lock index(index_->mutex, std::adopt_lock);
+    if (!index_->join(kind)) throw no_store("it has " + std::to_string(kMembers) + " processes already");
+    index.unlock();
     if (sockets_.listen()) return;
-    if (lock_index()) {
-      index_->leave();
-      index_->mutex.unlock();
-    }
-    throw no_store(std::string("it cannot be offered to others: ") + std::strerror(errno));
+    const int code = errno;
+    leave();
+    throw no_store(std::string("it cannot be offered to others: ") + std::strerror(code));
   }
   // Gets the file from a process of the store, or makes it. Others wait meanwhile: two files would double the limit.
   void open_file(std::size_t limit_bytes) {
@@ -479,12 +480,16 @@ class SharedStore {
     }
     // If a stopped process has the index, other members do this later, as for a dead member.
     if (!lock_index()) return;
+    Lock index(index_->mutex, std::adopt_lock);
     index_->drop_all();
-    index_->mutex.unlock();
+    index.unlock();
     free_unused([] {});
+    leave();
+  }
+  void leave() {
     if (!lock_index()) return;
+    const Lock index(index_->mutex, std::adopt_lock);
     index_->leave();
-    index_->mutex.unlock();
   }
   // Returns false if the index was not free for a second. Until a call finds it free, later ones do not wait.
   [[nodiscard]] bool lock_index() TRY_ACQUIRE(true, index_->mutex) {
@@ -535,8 +540,9 @@ class SharedStore {
   [[nodiscard]] bool map_another() EXCLUDES(map_mutex_) {
     const Lock lock(map_mutex_);
     if (!lock_index()) return false;
+    Lock index(index_->mutex, std::adopt_lock);
     const std::optional<std::uint32_t> slab = index_->map_another();
-    index_->mutex.unlock();
+    index.unlock();
     if (slab) map(*slab);
     return slab.has_value();
   }
@@ -613,16 +619,17 @@ class SharedStore {
   // Calls `between` before each slab: to free one takes 20 ms.
   void free_unused(const std::function<void()>& between) {
     if (!lock_index()) return;
+    Lock index(index_->mutex, std::adopt_lock);
     index_->drop_dead_members();
     const std::vector<std::uint32_t> slabs = index_->begin_freeing();
-    index_->mutex.unlock();
+    index.unlock();
     for (const std::uint32_t slab : slabs) {
       between();
       free_pages(slab);
     }
     if (slabs.empty() || !lock_index()) return;
+    const Lock again(index_->mutex, std::adopt_lock);
     for (const std::uint32_t slab : slabs) index_->end_freeing(slab);
-    index_->mutex.unlock();
   }
   void work() {
     if (ending_) return;
@@ -640,9 +647,10 @@ class SharedStore {
       const std::uint32_t seen = index_->changes();
       if (!map_another()) {
         if (!lock_index()) return;
+        Lock index(index_->mutex, std::adopt_lock);
         const std::size_t missing = target_ - std::min<std::size_t>(target_, index_->slab_bytes());
         const auto slab = missing > 0 ? index_->begin_slab(kGrain, missing) : std::nullopt;
-        index_->mutex.unlock();
+        index.unlock();
         if (slab) {
           make_slab(*slab, -1);
         } else if (missing > 0 || std::chrono::steady_clock::now() > until) {

@@ -81,7 +81,7 @@ class MEMSAVER_THREAD_ANNOTATION(scoped_lockable) HostAccount::Guard {
   }
 
  private:
-  const Lock threads_;
+  const Lock<> threads_;
   const int file_;
 };
 

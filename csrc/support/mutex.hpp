@@ -33,12 +33,13 @@ class MEMSAVER_THREAD_ANNOTATION(capability("mutex")) Mutex {
   std::mutex mutex_;
 };
 
-// Holds a Mutex for a scope; unlock() and lock() free and take it in between.
+// Holds a Mutex, or a RobustMutex, for a scope; unlock() and lock() free and take it in between.
+template <typename Held = Mutex>
 class MEMSAVER_THREAD_ANNOTATION(scoped_lockable) Lock {
  public:
-  explicit Lock(Mutex& mutex) ACQUIRE(mutex) : mutex_(mutex) { mutex_.lock(); }
+  explicit Lock(Held& mutex) ACQUIRE(mutex) : mutex_(mutex) { mutex_.lock(); }
   // Takes over a mutex that the caller has locked, for example with try_lock().
-  Lock(Mutex& mutex, std::adopt_lock_t) REQUIRES(mutex) : mutex_(mutex) {}
+  Lock(Held& mutex, std::adopt_lock_t) REQUIRES(mutex) : mutex_(mutex) {}
   Lock(const Lock&) = delete;
   ~Lock() RELEASE() {
     if (held_) mutex_.unlock();
@@ -54,7 +55,7 @@ class MEMSAVER_THREAD_ANNOTATION(scoped_lockable) Lock {
   }
 
  private:
-  Mutex& mutex_;
+  Held& mutex_;
   bool held_ = true;
 };
 
