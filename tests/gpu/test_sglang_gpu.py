@@ -99,34 +99,36 @@ def check(server: GpuServer, answers: Callable[[], Any] | None = None) -> None:
     assert answers() == expected
 
 
-def graph_bytes(server: GpuServer) -> int:
+def bytes_of(tag: str, server: GpuServer) -> int:
     tags = server.get("/memory_occupation").json()["tags"]
-    return sum(each["bytes"] for each in tags if each["tag"] == "cuda_graph")
+    return sum(each["bytes"] for each in tags if each["tag"] == tag)
 
 
 def test_prefill_graphs(start: Start) -> None:
     """SGLang's default."""
     server = start()
-    assert graph_bytes(server) == 0
+    assert bytes_of("cuda_graph", server) == 0
     check(server)
 
 
 def test_prefill_graphs_whose_memory_is_released(start: Start) -> None:
     server = start(**RELEASED)
-    assert graph_bytes(server) > 0
+    assert bytes_of("cuda_graph", server) > 0
     check(server)
 
 
 def test_prefill_graphs_alone(start: Start) -> None:
     server = start("--cuda-graph-backend-decode", "disabled", **RELEASED)
-    assert graph_bytes(server) > 0
+    assert bytes_of("cuda_graph", server) > 0
     check(server)
 
 
 def test_lora(start: Start, tmp_path: Path) -> None:
-    adapter = checkpoint.write_adapter(tmp_path / "adapter", DENSE)
+    """SGLang's pool has room for eight adapters."""
+    adapter = checkpoint.write_adapter(tmp_path / "adapter", DENSE, rank=64)
     server = start("--enable-lora", "--lora-paths", f"one={adapter}", *NO_PREFILL_GRAPHS, **RELEASED)
     assert server.answers() != server.answers(lora_path="one")
+    assert bytes_of("runtime", server) > 7 * (adapter / "adapter_model.safetensors").stat().st_size
     check(server, lambda: (server.answers(), server.answers(lora_path="one")))
 
 

@@ -6,7 +6,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from memsaver_server.integrations.sglang import engine, page_limit, plugin
+from memsaver_server.integrations.sglang import buffers, engine, page_limit, plugin
 
 from .server import source
 
@@ -38,6 +38,18 @@ def test_names_of_prefill_graphs() -> None:
     for text in ("enable_memory_saver: bool = False", "self._device_module = ", "if self._pool is None:"):
         assert text in graphs
     assert "def get_or_create_global_graph_memory_pool(device_module" in source("model_executor/runner_utils/pool.py")
+
+
+def test_names_of_what_allocates_outside_of_regions() -> None:
+    for hook in buffers.hooks():
+        path, owner, name = hook.removeprefix("sglang.srt.").rsplit(".", 2)
+        text = source(path.replace(".", "/") + ".py")
+        assert f"class {owner}" in text and f"    def {name}(" in text, hook
+    attention = "layers/attention/"
+    assert "class AttentionBackend(" in source(attention + "base_attn_backend.py")
+    for backend in ("flashinfer", "triton", "flashattention"):
+        assert "    def init_cuda_graph_state(" in source(f"{attention}{backend}_backend.py")
+    assert 'get_buffer(\n            "flashinfer_workspace",' in source(attention + "flashinfer_backend.py")
 
 
 def test_names_of_the_kv_cache() -> None:

@@ -17,7 +17,7 @@ from memsaver_core import MemsaverError, communicators
 from memsaver_core.lending import is_lent
 from memsaver_core.rendezvous import FOLDER
 from memsaver_server.integrations.adapter.plugin import Plugin
-from memsaver_server.integrations.sglang import loader
+from memsaver_server.integrations.sglang import buffers, loader
 
 ADAPTER = "sglang.srt.utils.torch_memory_saver_adapter"
 _plugin = Plugin("MEMSAVER_SGLANG", "memsaver_server.integrations.sglang.engine:SglangEngine", ADAPTER)
@@ -39,6 +39,7 @@ def register() -> None:
         f"{manager}.__init__": _initialize_manager,
         **{f"{manager}.{call}": partial(_raising, call) for call in CALLS},
         **loader.register(),
+        **buffers.hooks(),
     }
     if os.environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "").lower() in ("1", "true"):  # a release includes graphs
         around[f"{BACKEND}.__init__"] = _tag_prefill_graphs
