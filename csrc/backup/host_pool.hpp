@@ -37,8 +37,8 @@ inline void check_available(std::size_t bytes, const std::string& whose = "") {
 // Several threads make slices in parallel: each is mapped, advised to use huge pages, placed on the NUMA node of the
 // device, and touched. Registering a slice holds a lock of the CUDA driver that copies and unmaps need too, so one
 // thread at a time does it: while an operation waits for memory its thread in take(), between copies; otherwise a
-// maker. With 6 to 16 others instead, the first release of 16 GiB ran at 26 to 32 GB/s on an H200. No copy or range
-// spans two slices.
+// maker. When 6 to 16 makers registered slices instead, the first release of 16 GiB ran at 26 to 32 GB/s on an H200. No
+// copy or range spans two slices.
 class HostPool {
  public:
   // `numa_node` of -1 leaves the placement to the kernel.
@@ -171,9 +171,9 @@ class HostPool {
   [[nodiscard]] int numa_node() const { return numa_node_; }
 
  private:
-  // First release of 31 GiB on an H200 with 16 cores: 10 threads and 128 MiB slices ran at 40 to 42 GB/s, 8 at 41. 12
-  // threads and 64 MiB slices ran at 36; 15 threads at 26, as the taker, which registers and copies, lacked a core. If
-  // little is missing, slices are smaller: all threads touch them, and the first is there soon.
+  // First release of 31 GiB on an H200 with 16 cores: 10 threads and 128 MiB slices ran at 40 to 42 GB/s, 8 threads at
+  // 41. 12 threads and 64 MiB slices ran at 36; 15 threads at 26, as the thread in take(), which registers and copies,
+  // lacked a core. If little is missing, slices are smaller, so that all threads make some and the first is ready soon.
   inline static const std::size_t kSliceBytes = 128 * kSizeUnit;
   static constexpr std::size_t kHugePage = std::size_t{2} << 20;
   static constexpr std::size_t kGrowers = 10;

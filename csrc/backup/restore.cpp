@@ -114,7 +114,7 @@ class RestoreTask {
   }
 
  private:
-  // Returns the chunks with packed content, and moves their blocks to the front. Others lend them memory, see lend().
+  // Returns the chunks with packed content, and moves their blocks to the front. Calls lend() with the other chunks.
   std::vector<std::size_t> packed_first() {
     std::vector<std::size_t> packed;
     std::vector<std::size_t> others;
@@ -219,7 +219,7 @@ class RestoreTask {
       content.outcome = ContentBlock::Outcome::zero;
     } else {
       if (next_read_ <= index) {
-        wait_for_uploads(0);  // no read is under way, so they have all bounce memory that is in use
+        wait_for_uploads(0);  // no read is under way, so uploads have all bounce memory that is in use
         read_ahead();
       }
       if (!reads_.empty() && reads_.front().block == &block) {
@@ -378,7 +378,7 @@ class RestoreTask {
   std::set<std::size_t> restored_;  // chunks that are restored, or being restored
   std::deque<std::size_t> ahead_;   // chunks without content, if there is packed content
   std::size_t ahead_every_ = 1;     // blocks
-  Crew readers_{kReaders};
+  Crew readers_{sys::up_to_cores(kReaders)};
   DigestQueue* const digests_ = verify_ != VerifyChoice::off ? pipeline_.digests() : nullptr;
   std::size_t next_block_ = 0;
   std::size_t next_read_ = 0;  // block to look at for the next read

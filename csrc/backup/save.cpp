@@ -1,6 +1,7 @@
 #include <limits>
 
 #include "backup/pipeline.hpp"
+#include "support/crew.hpp"
 
 namespace memsaver {
 
@@ -56,7 +57,7 @@ class DigestWindows {
   std::deque<Window> submitted_;
 };
 
-// Owns up to kTransfers copies from a device to the backup file, each with bounce memory and a writing thread.
+// Owns up to kTransfers copies from a device to the backup file, each with bounce memory and a thread that writes.
 class FileWrites {
  public:
   // Adds the seconds spent waiting to `seconds`.
@@ -71,12 +72,11 @@ class FileWrites {
     transfer.bounce = take_bounce(sum_of(extents));
     const std::vector<HostRange>& memory = transfer.bounce->ranges;
     pipeline_.copy(Pipeline::Direction::to_host, base, extents, memory);
-    transfer.done =
-        sys::run_beside([&files = pipeline_.files, copied = pipeline_.record(pipeline_.copies), range, memory] {
-          copied->wait();
-          files.write(range, memory);
-        });
-    return transfer.done;
+    const auto write = [&files = pipeline_.files, copied = pipeline_.record(pipeline_.copies), range, memory](auto) {
+      copied->wait();
+      files.write(range, memory);
+    };
+    return transfer.done = writers_.run(1, write);
   }
   [[nodiscard]] const FileTransfers& transfers() const { return transfers_; }
 
@@ -109,6 +109,7 @@ class FileWrites {
   Pipeline& pipeline_;
   PipelineSeconds& seconds_;
   FileTransfers transfers_;
+  Crew writers_{kTransfers};
 };
 
 // Owns what one save has claimed in the shared store and not published. If several processes save equal content at
@@ -552,9 +553,7 @@ void Pipeline::expect(std::vector<ContentBlock>& blocks) {
   }
   Cleanup on_failure([this] { quiesce(); });
   const std::vector<PackEstimate> expected = packing.plan(items, kernels);
-  for (std::size_t i = 0; i < sampled.size(); ++i) {
-    sampled[i]->expected_bytes = round_packed(expected[i].bytes);
-  }
+  for (std::size_t i = 0; i < sampled.size(); ++i) sampled[i]->expected_bytes = round_packed(expected[i].bytes);
   on_failure.dismiss();
 }
 

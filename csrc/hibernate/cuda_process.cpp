@@ -17,14 +17,15 @@ constexpr Result kSuccess = 0;
 // memory. So restore() requires this much more than the process held.
 constexpr std::size_t kSpareBytes = std::size_t{64} << 20;
 
-// Layouts of CUDA 12.8 and later; all reserved bytes are zero.
-struct LockArguments {
-  unsigned timeout_ms = 0;
-  unsigned reserved0 = 0;
-  std::uint64_t reserved1[7] = {};
+// The arguments of each step, as CUDA 12.8 and later lay them out; all but a lock's timeout are zero.
+struct Arguments {
+  unsigned timeout_ms;
+  unsigned reserved0;
+  std::uint64_t reserved1[7];
 };
-struct OtherArguments {
-  std::uint64_t reserved[8] = {};
+struct Step {
+  const char* name;
+  Result (*function)(int, Arguments*) = nullptr;
 };
 
 class CudaProcess final : public Process {
@@ -40,10 +41,7 @@ class CudaProcess final : public Process {
     find(init, "cuInit");
     find(get_error_name_, "cuGetErrorName");
     find(get_state_, "cuCheckpointProcessGetState");
-    find(lock_, "cuCheckpointProcessLock");
-    find(checkpoint_, "cuCheckpointProcessCheckpoint");
-    find(restore_, "cuCheckpointProcessRestore");
-    find(unlock_, "cuCheckpointProcessUnlock");
+    for (Step* const step : {&lock_, &checkpoint_, &restore_, &unlock_}) find(step->function, step->name);
     check("cuInit", init(0));
   }
 
@@ -55,20 +53,15 @@ class CudaProcess final : public Process {
     return value >= 0 && value < 4 ? names[value] : "unknown";
   }
 
-  void lock(unsigned timeout_ms) override {
-    LockArguments arguments;
-    arguments.timeout_ms = timeout_ms;
-    check("cuCheckpointProcessLock", lock_(pid_, &arguments));
-  }
+  void lock(unsigned timeout_ms) override { take(lock_, timeout_ms); }
 
-  ByDevice checkpoint(const ByDevice& devices) override {
+  ByDevice checkpoint(const std::vector<std::string>& devices) override {
     ByDevice before;  // what the process holds of each device that NVML lists it on
-    for (const auto& [uuid, unused] : devices) {
+    for (const auto& uuid : devices) {
       const auto memory = memory_of(uuid, {pid_});
       if (memory && memory->process_bytes != 0) before[uuid] = memory->process_bytes;
     }
-    OtherArguments arguments;
-    check("cuCheckpointProcessCheckpoint", checkpoint_(pid_, &arguments));
+    take(checkpoint_);
     ByDevice held;
     for (const auto& [uuid, used] : before) {
       const auto now = memory_of(uuid, {pid_});
@@ -81,20 +74,19 @@ class CudaProcess final : public Process {
     for (const auto& [uuid, bytes] : held) {
       const auto now = memory_of(uuid, {pid_});
       if (now && now->free_bytes < bytes + kSpareBytes) {
-        throw StepError("cuCheckpointProcessRestore", "CUDA_ERROR_OUT_OF_MEMORY", uuid, bytes + kSpareBytes,
-                        now->free_bytes);
+        throw StepError(restore_.name, "CUDA_ERROR_OUT_OF_MEMORY", uuid, bytes + kSpareBytes, now->free_bytes);
       }
     }
-    OtherArguments arguments;
-    check("cuCheckpointProcessRestore", restore_(pid_, &arguments));
+    take(restore_);
   }
 
-  void unlock() override {
-    OtherArguments arguments;
-    check("cuCheckpointProcessUnlock", unlock_(pid_, &arguments));
-  }
+  void unlock() override { take(unlock_); }
 
  private:
+  void take(const Step& step, unsigned timeout_ms = 0) {
+    Arguments arguments{timeout_ms, 0, {}};
+    check(step.name, step.function(pid_, &arguments));
+  }
   void check(const char* call, Result result) {
     if (result == kSuccess) return;
     const char* name = nullptr;
@@ -105,10 +97,8 @@ class CudaProcess final : public Process {
   const int pid_;
   Result (*get_error_name_)(Result, const char**) = nullptr;
   Result (*get_state_)(int, int*) = nullptr;
-  Result (*lock_)(int, LockArguments*) = nullptr;
-  Result (*checkpoint_)(int, OtherArguments*) = nullptr;
-  Result (*restore_)(int, OtherArguments*) = nullptr;
-  Result (*unlock_)(int, OtherArguments*) = nullptr;
+  Step lock_{"cuCheckpointProcessLock"}, checkpoint_{"cuCheckpointProcessCheckpoint"};
+  Step restore_{"cuCheckpointProcessRestore"}, unlock_{"cuCheckpointProcessUnlock"};
 };
 
 }  // namespace

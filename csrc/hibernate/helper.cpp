@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
 #include <sstream>
 
 #include "hibernate/nvml.hpp"
@@ -56,8 +57,7 @@ class Helper {
       words >> timeout_ms;
       if (state != "locked" && state != "checkpointed") process_->lock(timeout_ms);
     } else if (step == "checkpoint" && state != "checkpointed") {
-      ByDevice devices;
-      for (std::string device; words >> device;) devices[device] = 0;
+      const std::vector<std::string> devices{std::istream_iterator<std::string>(words), {}};
       for (const auto& [device, bytes] : process_->checkpoint(devices))
         text += " " + device + " " + std::to_string(bytes);
     } else if (step == "restore" && state != "locked" && state != "running") {
@@ -74,9 +74,7 @@ class Helper {
   static std::string memory(std::istringstream& words) {
     std::string uuid;
     words >> uuid;
-    std::vector<int> processes;
-    for (int process = 0; words >> process;) processes.push_back(process);
-    const auto memory = memory_of(uuid, processes);
+    const auto memory = memory_of(uuid, {std::istream_iterator<int>(words), std::istream_iterator<int>()});
     if (!memory) throw StepError("nvmlDeviceGetMemoryInfo_v2", "NVML_ERROR");
     return "ok " + std::to_string(memory->total_bytes) + " " + std::to_string(memory->used_bytes) + " " +
            std::to_string(memory->process_bytes);

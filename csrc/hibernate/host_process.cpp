@@ -29,7 +29,7 @@ class HostProcess final : public Process {
 
   // No timeout: calls in flight are short.
   void lock(unsigned) override { all(&HostAccount::lock, &HostAccount::unlock); }
-  ByDevice checkpoint(const ByDevice&) override {
+  ByDevice checkpoint(const std::vector<std::string>&) override {
     all(&HostAccount::checkpoint, &HostAccount::restore);
     return {};  // the accounts keep the figures
   }

@@ -42,7 +42,7 @@ class Process {
   // Blocks device calls of the process; those in flight have `timeout_ms` milliseconds to end.
   virtual void lock(unsigned timeout_ms) = 0;
   // Releases all device memory of the process. Returns the bytes that it held of `devices`, as far as they are known.
-  virtual ByDevice checkpoint(const ByDevice& devices) = 0;
+  virtual ByDevice checkpoint(const std::vector<std::string>& devices) = 0;
   // Takes the memory again. Throws StepError, and does not call the driver, if less than checkpoint()'s `held` is free.
   virtual void restore(const ByDevice& held) = 0;
   virtual void unlock() = 0;

@@ -6,7 +6,8 @@ namespace memsaver {
 
 // Any thread may call these functions.
 
-// Returns the restore policy of a region of the compatibility API: discard, without a backup, unless the tag is zeroed.
+// Returns the restore policy of a region of the compatibility API; without a backup: zero if its tag is one of those
+// that attach_preload_library() was given, else discard.
 [[nodiscard]] Restore restore_for(const std::string& tag, bool cpu_backup, bool disk_backup);
 
 // Sets the tags whose memory comes back as zeros without a backup, and lets the preload library of this process send

@@ -30,7 +30,7 @@ REPORT(TagSnapshot, FIELD(tag), FIELD(restore), FIELD(state), FIELD(bytes), FIEL
        FIELD(released_bytes), FIELD(shrunk_bytes), FIELD(retained_bytes), FIELD(backed_up_bytes), FIELD(kept_bytes),
        FIELD(expected_bytes), FIELD(expected_file_bytes), FIELD(allocations), FIELD(chunks), FIELD(mapped_by_device),
        FIELD(bytes_by_device), FIELD(shrunk_by_device))
-REPORT(OperationResult, FIELD(tags), FIELD(devices), FIELD(seconds), FIELD(work), FIELD(first_memory_seconds))
+REPORT(OperationResult, FIELD(tags), FIELD(seconds), FIELD(work), FIELD(first_memory_seconds))
 REPORT(SaverStatus, FIELD(state), FIELD(failure), FIELD(tags), FIELD(reserved_by_device), FIELD(backup_bytes),
        FIELD(file_bytes), arg("pool_used_bytes") = value.pool.used_bytes,
        arg("pool_capacity_bytes") = value.pool.capacity_bytes, arg("pool_target_bytes") = value.pool.target_bytes,

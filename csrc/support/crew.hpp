@@ -9,11 +9,11 @@
 
 namespace memsaver {
 
-// Owns threads that run the parts of tasks, oldest task first. They are started when first needed, and kept: starting
-// threads for each task would delay the page faults of running ones. Only one thread may call its functions.
+// Owns up to `most` threads that run the parts of tasks, oldest task first. They start when first needed, and stay: to
+// start threads for each task would delay the page faults of running ones. Only one thread may call its functions.
 class Crew {
  public:
-  explicit Crew(std::size_t most) : most_(sys::up_to_cores(most)) {}
+  explicit Crew(std::size_t most) : most_(most) {}
   Crew(const Crew&) = delete;
   // Waits until all parts are done.
   ~Crew() {

@@ -151,16 +151,5 @@ inline void for_each_in_threads(std::size_t count, std::size_t most, const std::
     for (std::size_t i = next++; i < count; i = next++) work(i);
   });
 }
-// Runs `task` in another thread, or, if the system refuses one, in the first thread that waits for the result.
-[[nodiscard]] inline std::shared_future<void> run_beside(std::function<void()> task) {
-  if (!refused("thread")) {
-    try {
-      return std::async(std::launch::async, task).share();
-    } catch (const std::system_error&) {
-      // The caller of wait() or get() runs it.
-    }
-  }
-  return std::async(std::launch::deferred, std::move(task)).share();
-}
 
 }  // namespace memsaver::sys

@@ -327,12 +327,9 @@ class Saver::Operation {
       if (arena->released().total_bytes() != 0) outcome.state = "released";
     }
     for (const auto& [index, device] : devices_) {
-      result.devices.push_back(index);
       result.first_memory_seconds = std::max(result.first_memory_seconds, device.first_memory_seconds);
       result.work.raise_to(device.seconds);
-      for (const auto& [tag, bytes] : device.released_bytes) {
-        tags[tag].released_bytes += bytes;
-      }
+      for (const auto& [tag, bytes] : device.released_bytes) tags[tag].released_bytes += bytes;
       for (const auto& [arena, chunk, restore] : device.acquired) {
         tags[arena->key().tag].resumed_bytes += chunk.bytes;
       }

@@ -164,8 +164,8 @@ class PhysicalMemory {
     return sums;
   }
 
-  // Tries once to give each orphan back, one thread at a time. While another thread is at it, waits and then tries if
-  // `wait`; else does nothing.
+  // Tries once to give each orphan back, one thread at a time. If another thread is trying now: waits for it first if
+  // `wait`, else does nothing.
   void retry(bool wait) EXCLUDES(map_.mutex, orphans_mutex_, retry_mutex_) {
     if (wait) {
       retry_mutex_.lock();

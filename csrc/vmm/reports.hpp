@@ -75,7 +75,6 @@ struct TagOutcome {
 
 struct OperationResult {
   std::vector<TagOutcome> tags;
-  std::vector<int> devices;  // that were worked on
   double seconds = 0;
   PipelineSeconds work;  // the slowest device's
   // Release: until the first 64 MiB (or everything, if less) were back with the driver, on the slowest device.

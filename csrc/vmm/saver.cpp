@@ -73,9 +73,7 @@ std::vector<Chunk> Saver::acquire(Arena& arena, const std::vector<RangeSet::Rang
           .with_memory(bytes + margin, memory.free_bytes);
     }
   }
-  for (const auto& range : ranges) {
-    chunks.push_back(physical_.acquire(arena.key(), range.begin, range.bytes, undo));
-  }
+  for (const auto& range : ranges) chunks.push_back(physical_.acquire(arena.key(), range.begin, range.bytes, undo));
   undo.dismiss();
   return chunks;
 }

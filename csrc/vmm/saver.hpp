@@ -43,8 +43,8 @@ class Saver {
   // with its backups.
   OperationResult resume(const Tags& tags, bool verify_all = false);
   // Gives back the chunks of `tag` whose live ranges are all unused, and brings back, with zeros, the other chunks that
-  // an earlier resize gave back. Unused are the ranges `unused`, and each allocation beyond the first `kept` (0 to 1)
-  // of its size. Synchronizes the devices before anything is unmapped; nothing may use an unused range until a resize
+  // an earlier resize gave back. A range is unused if it is in `unused`, or beyond the first `kept` (0 to 1) of its
+  // allocation. Synchronizes the devices before anything is unmapped; nothing may use an unused range until a resize
   // keeps it again. A release and its resume skip what a resize gave back. If all of the tag is released, no memory
   // moves, and its resume brings back the used ranges only. Throws configuration if the tag is released in part, or
   // has no memory in one of `unused`: nothing has changed. Throws driver errors: undone, with zeros in the unused

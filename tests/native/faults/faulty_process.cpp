@@ -45,7 +45,7 @@ const char* FaultyProcess::state() { return lost_ ? "failed" : process_->state()
 void FaultyProcess::lock(unsigned timeout_ms) {
   take("lock", [&] { process_->lock(timeout_ms); });
 }
-ByDevice FaultyProcess::checkpoint(const ByDevice& devices) {
+ByDevice FaultyProcess::checkpoint(const std::vector<std::string>& devices) {
   ByDevice held;
   take("checkpoint", [&] { held = process_->checkpoint(devices); });
   return held;

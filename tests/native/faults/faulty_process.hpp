@@ -12,14 +12,15 @@ namespace memsaver::hibernate {
 //
 // The plan is a file next to the program's own, `step-faults.<process id>`, with one line for each step ("lock",
 // "checkpoint", "restore", "unlock"): "<step> <times> <error | after | lost>". With "after" the driver takes the
-// step first; after "lost" the process counts as one that cannot be restored. Written by tests.native.injection.fail_step().
+// step first; after "lost" the process counts as one that cannot be restored. Written by
+// tests.native.injection.fail_step().
 class FaultyProcess final : public Process {
  public:
   FaultyProcess(std::unique_ptr<Process> process, const std::string& pid);
 
   const char* state() override;
   void lock(unsigned timeout_ms) override;
-  ByDevice checkpoint(const ByDevice& devices) override;
+  ByDevice checkpoint(const std::vector<std::string>& devices) override;
   void restore(const ByDevice& held) override;
   void unlock() override;
 
