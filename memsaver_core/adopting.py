@@ -13,7 +13,7 @@ from torch import Tensor
 from memsaver_core import process
 from memsaver_core.contract.policies import PolicyLike
 from memsaver_core.regions import adopt
-from memsaver_core.storages import is_plain
+from memsaver_core.storages import is_plain, objects_of
 
 #: How many bytes move at once. The device needs room for a copy of these, or of one larger tensor.
 BATCH_BYTES = 256 << 20
@@ -100,12 +100,7 @@ def all_tensors() -> list[Tensor]:
     """Return the tensors of this process that Python's collector knows. Those that ``gc.freeze()`` has hidden are among
     them, and all stay unfrozen: to freeze again would also hide what becomes garbage later."""
     gc.unfreeze()
-    objects = gc.get_objects()
-    # By type, not isinstance(): a lazy object's __class__ may run code, and there are hundreds of thousands of objects.
-    # Nor are types compared: a metaclass may do that in its own way.
-    kinds = {id(kind): kind for kind in map(type, objects)}
-    tensors = {number for number, kind in kinds.items() if issubclass(kind, Tensor)}
-    return [each for each in objects if id(type(each)) in tensors]
+    return objects_of(Tensor)
 
 
 def _adopt(place: _Place, tensors: list[Tensor]) -> None:

@@ -41,8 +41,8 @@ def written_asleep(tag: str) -> Iterator[None]:
 
 class Lending:
     """Puts the tensors of a released tag on host memory that is filled from their backups, until ``end``. The tensor
-    objects stay the same, and so do their addresses on the device. Tensors that share memory still do. Between ``keep``
-    and ``end`` their content is undefined. Nothing is resumed or released meanwhile."""
+    objects stay the same, and so do their addresses on the device. Tensors that share memory share the new memory, too.
+    Between ``keep`` and ``end`` their content is undefined. Nothing is resumed or released meanwhile."""
 
     def __init__(self, tag: str, processes: int = 1) -> None:
         """``processes``: how many processes of this host lend at the same time, each as much.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memsaver_core import graphs
+from memsaver_core.storages import objects_of
 
 _torch: Any = torch._C  # these calls have no public names
 
@@ -44,10 +45,9 @@ def _may_have_graphs() -> bool:
     global _found
     if graphs.alive() or gc.get_freeze_count() > _FROZEN_AT_START or (_found is not None and _found() is not None):
         return True
-    # By its type, not isinstance(): a lazy object's __class__ may run code.
-    graph = next((each for each in gc.get_objects() if issubclass(type(each), torch.cuda.CUDAGraph)), None)
-    _found = weakref.ref(graph) if graph is not None else None
-    return graph is not None
+    found = objects_of(torch.cuda.CUDAGraph)
+    _found = weakref.ref(found[0]) if found else None
+    return bool(found)
 
 
 def _pinned_bytes() -> int:

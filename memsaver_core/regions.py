@@ -36,7 +36,7 @@ def region(
     if not tag or not isinstance(tag, str):
         raise ConfigurationError(f"a tag is a name, not {tag!r}")
     if tag == COMMUNICATORS:
-        raise ConfigurationError(f"the tag {tag!r} is of what NCCL holds; choose another name")
+        raise ConfigurationError(f"the tag {tag!r} is reserved for what NCCL holds; choose another name")
     try:
         tag.encode()
     except UnicodeEncodeError:

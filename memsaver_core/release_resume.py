@@ -209,25 +209,19 @@ def prepare_backup(*, wait: bool = False) -> None:
 
 def status() -> Status:
     """Return what the saver holds now. Never waits for an operation in flight, calls no driver."""
-    saver = process.existing_saver()
     nccl_tags = () if (nccl := communicators.tag_status()) is None else (nccl,)
-    nccl_released = nccl is not None and nccl.state == "released"
-    if saver is None:
-        return Status(
-            enabled=process.enabled(),
-            driver=process.driver_name(),
-            state="released" if nccl_released else "resident",
-            tags=nccl_tags,
-            communicators=communicators.statuses(),
-            shared=communicators.shared(),
-        )
+    state = "released" if nccl is not None and nccl.state == "released" else "resident"
+    of_nccl: dict[str, Any] = {"communicators": communicators.statuses(), "shared": communicators.shared()}
+    driver = process.driver_name()
+    if (saver := process.existing_saver()) is None:
+        return Status(enabled=process.enabled(), driver=driver, state=state, tags=nccl_tags, **of_nccl)
     now = saver.status()
     lost = hibernation.failure()
     figures = {key: now[key] if now["operation"] else 0 for key in ("done_bytes", "total_bytes", "copied_bytes")}
     return Status(
         enabled=True,
-        driver=process.driver_name(),
-        state="failed" if lost else "released" if nccl_released and now["state"] == "resident" else now["state"],
+        driver=driver,
+        state="failed" if lost else state if now["state"] == "resident" else now["state"],
         failure=lost or now["failure"],
         tags=(*(TagStatus(**tag) for tag in now["tags"]), *nccl_tags),
         host_backup=HostBackupStatus(
@@ -243,8 +237,7 @@ def status() -> Status:
         progress=Progress(operation=now["operation"], seconds=now["operation_seconds"], **figures),
         hibernated=hibernation.is_hibernated(),
         reserved_by_device=now["reserved_by_device"],
-        communicators=communicators.statuses(),
-        shared=communicators.shared(),
+        **of_nccl,
     )
 
 
@@ -298,8 +291,7 @@ def _report(operation: Verb, names: list[str], result: dict[str, Any], log: Phas
         if name not in tags:  # well known, with no memory under it
             restore = policy_for(name, None).value
             tags[name] = TagReport(tag=name, restore=restore, state="resident", already=True)
-    ordered = tuple(tags[name] for name in names or tags)
-    return log.report(operation, ordered)
+    return log.report(operation, tuple(tags[name] for name in names or tags))
 
 
 def _named(tags: Sequence[str] | None) -> tuple[str, ...]:

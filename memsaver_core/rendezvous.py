@@ -70,7 +70,7 @@ class Listener:
     def _known(self, connection: socket.socket, peer: Any, missing: Collection[int], deadline: float) -> dict[int, Any]:
         """Return ``connection`` by its rank, one of those ``missing``; nothing if it is refused."""
         connection.settimeout(max(0.001, deadline - time.monotonic()))
-        # Unbuffered: what follows the number is not of this conversation.
+        # Unbuffered: what follows the number is for the user of the connection.
         with connection.makefile("rb", buffering=0) as said:
             number = said.readline()
         if not number.endswith(b"\n"):

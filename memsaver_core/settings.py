@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ByteSize, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -32,6 +32,8 @@ _MUST_BE = {
     "string_pattern_mismatch": "must be a name of up to 64 letters, digits, '-', '_' and '.'",
     "value_error": "cannot be used: {error}",
 }
+
+_Size = Annotated[ByteSize, Field(lt=1 << 63)]
 
 
 class EnvironmentSettings(BaseSettings):
@@ -73,12 +75,9 @@ class CoreSettings(EnvironmentSettings):
     host_device: str = Field(
         "", description="names of host devices, separated by commas; processes that name the same one compete for it"
     )
-    host_capacity: ByteSize = Field(
-        ByteSize(0), lt=1 << 63, description="memory of each host device; 0 means half of RAM"
-    )
-    host_backup_limit: ByteSize = Field(
+    host_capacity: _Size = Field(ByteSize(0), description="memory of each host device; 0 means half of RAM")
+    host_backup_limit: _Size = Field(
         ByteSize(0),
-        lt=1 << 63,
         description="bound on pinned memory for backups; 0 means 80 % of the RAM available at the start. What passes "
         "through to or from files, or from a shared store, may take up to 256 MiB for each device besides",
     )
@@ -106,9 +105,8 @@ class CoreSettings(EnvironmentSettings):
         description="whether NCCL communicators are suspended with a release of everything; auto: if NCCL can; keep: "
         "only if the release asks for it or hibernates; off: never",
     )
-    kv_cache_piece: ByteSize = Field(
+    kv_cache_piece: _Size = Field(
         ByteSize(0),
-        lt=1 << 63,
         description="size of the pieces of the KV cache of vLLM or SGLang, which a resize needs; 32MiB is recommended: "
         "each piece adds some 60 us to a release with its resume; 0: as large as possible, and no resize",
     )

@@ -115,7 +115,10 @@ class PeerSockets:
             for asked, peer in self._peers.items():  # noqa: B007  # named in the error
                 socket.send_fds(peer, [b"\0"], [descriptor])
             for asked, peer in self._peers.items():
-                received[asked] = _receive(peer)
+                _, descriptors, _, _ = socket.recv_fds(peer, 1, 1)
+                if not descriptors:
+                    raise ConnectionError("it closed the connection")
+                received[asked] = descriptors[0]
         except OSError as error:
             for each in received.values():
                 os.close(each)
@@ -181,10 +184,3 @@ class PeerBuffers:
         finally:
             for descriptor in received.values():
                 os.close(descriptor)
-
-
-def _receive(peer: socket.socket) -> int:
-    _, descriptors, _, _ = socket.recv_fds(peer, 1, 1)
-    if not descriptors:
-        raise ConnectionError("it closed the connection")
-    return descriptors[0]

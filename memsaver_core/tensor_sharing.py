@@ -17,12 +17,10 @@ import torch
 from memsaver_core import _native
 from memsaver_core.contract.errors import UnsupportedError
 
-_METHODS = ("_share_cuda_", "_share_fd_cpu_", "_share_filename_cpu_")
-
 
 def refuse_to_share(saver: _native.Saver) -> None:
     """From now on, sharing memory of ``saver`` with another process raises UnsupportedError."""
-    for name in _METHODS:
+    for name in ("_share_cuda_", "_share_fd_cpu_", "_share_filename_cpu_"):
         setattr(torch.UntypedStorage, name, _guarded(saver, getattr(torch.UntypedStorage, name)))
 
 

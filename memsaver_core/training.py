@@ -119,8 +119,8 @@ def release(
         optimizer: the one that steps it, or a list of several.
         gradients: ``discard`` leaves each ``grad`` None and fills the gradient buffers of a framework with zeros.
         parameters: ``discard`` keeps no copy of 16-bit parameters that Megatron-core's or DeepSpeed's optimizer makes
-            from fp32 masters: it makes them again. For another optimizer give a function that does, from the first
-            release on.
+            from fp32 masters: a resume has them made again. For another optimizer give a function that makes them, in
+            each release from the first on.
         restore: where content is kept, ``host`` or ``file``.
         suspend_communicators: also suspend NCCL's communicators, where NCCL can.
         name: its tags are ``name.model``, ``name.copies`` (what ``parameters`` is about), ``name.optimizer`` and

@@ -6,6 +6,7 @@ import logging
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -121,8 +122,8 @@ class _Loading:
         backend, device = process.backend(), first.device.index or 0
         sharers = sharing(self._storages, self._tensors().values())
         policy = policy_for(self._tag, None).value
-        # Old memory is given back after each batch. A large batch has more blocks that are not packed: the others are
-        # unpacked by way of their memory.
+        # Old memory is given back after each batch. A large batch has more blocks that are not packed, through whose
+        # memory the packed ones are unpacked.
         room = max(LEAST_BATCH_BYTES, self._saver.memory_info(device)[0] // 2)
         with backend.outside_regions():
             backend.forget_pools(self._tag)
@@ -146,17 +147,14 @@ class _Loading:
 
     def _load_and_publish(self, load: Callable[[], object], entry: int) -> None:
         """Load, and let other processes find the weights by the text that this process has claimed."""
-        published = False
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._store.give, entry)
             load()
             try:
                 self._publish(entry)
-                published = True
+                undo.pop_all()
             except (MemsaverError, ValueError) as error:
                 logger.warning("the shared store does not have the weights of %s: %s", self._key.model, error)
-        finally:
-            if not published:
-                self._store.give(entry)
 
     def _publish(self, entry: int) -> None:
         layout, storages = _layout_of(self._tensors())

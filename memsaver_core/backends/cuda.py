@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from memsaver_core import _native, nvml
-from memsaver_core.backends.base import Backend, Stack
+from memsaver_core.backends import Backend, Stack
 from memsaver_core.contract.status import DeviceMemory, TorchMemory
 
 logger = logging.getLogger("memsaver")
@@ -31,8 +31,8 @@ LISTED_BLOCKS = 2048
 
 
 class Pool:
-    """A torch memory pool. Once nothing refers to it, its free memory goes back with torch's caches. torch's own object
-    is never destroyed: if that happens while any thread uses a pool or captures a graph, torch ends the process."""
+    """A torch memory pool. Once nothing refers to it, its free memory goes back with torch's caches. torch's object of
+    it is never destroyed: to do that while any thread uses a pool or captures a graph would end the process."""
 
     def __init__(self, device: int, allocator: Any = None) -> None:
         with torch.cuda.device(device):

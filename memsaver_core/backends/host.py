@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import gc
 import os
 import weakref
 from collections.abc import Iterable, Iterator
@@ -17,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from memsaver_core import _native
-from memsaver_core.backends.base import Backend, Stack
+from memsaver_core.backends import Backend, Stack
 from memsaver_core.contract.status import DeviceMemory
-from memsaver_core.storages import is_plain, rebase
+from memsaver_core.storages import is_plain, objects_of, rebase
 
 # Operators whose result has undefined content: nothing to copy.
 _UNDEFINED = {
@@ -113,8 +112,8 @@ class HostRegion(TorchDispatchMode):
             return
         outside = {
             tensor.untyped_storage()._cdata
-            for module in _live_modules()
-            if module not in self._filled
+            for module in objects_of(torch.nn.Module)
+            if hasattr(module, "_buffers") and module not in self._filled
             for tensor in _own_tensors(module)
             if is_plain(tensor)
         }
@@ -175,17 +174,6 @@ def _storages_with_memory(arguments: Any) -> set[int]:
         for tensor in tree_leaves(arguments)
         if is_plain(tensor) and tensor.untyped_storage().nbytes() > 0
     }
-
-
-def _live_modules() -> list[torch.nn.Module]:
-    # By exact type rather than isinstance(): that is fast, and a lazy object's __class__ may run code.
-    types = _subclasses(torch.nn.Module)
-    return [each for each in gc.get_objects() if type(each) in types and hasattr(each, "_buffers")]
-
-
-def _subclasses(base: type) -> set[type]:
-    children: list[type] = type.__subclasses__(base)
-    return {base}.union(*map(_subclasses, children))
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -19,9 +19,6 @@ class RestorePolicy(str, Enum):
 
 PolicyLike: TypeAlias = "RestorePolicy | str"
 
-#: Tags that every engine may have, so they are never unknown: a call for one without memory succeeds with 0 bytes.
-WELL_KNOWN_TAGS = ("weights", "kv_cache", "cuda_graph", "workspace", "communicators")
-
 #: The tags that every client names. Other tags that a release of everything took are resumed with the last of these:
 #: clients that name what they resume do not know an engine's workspace, and some do not know its graphs.
 COMMON_TAGS = frozenset({"weights", "kv_cache"})
@@ -33,11 +30,14 @@ COMMUNICATORS = "communicators"
 #: only at capture, so it is kept. KV pages with undefined content have given NaN, so they come back as zeros.
 DEFAULT_POLICIES = {
     "weights": RestorePolicy.HOST,
-    "cuda_graph": RestorePolicy.HOST,
     "kv_cache": RestorePolicy.ZERO,
+    "cuda_graph": RestorePolicy.HOST,
     "workspace": RestorePolicy.ZERO,
     COMMUNICATORS: RestorePolicy.HOST,
 }
+
+#: Tags that every engine may have, so they are never unknown: a call for one without memory succeeds with 0 bytes.
+WELL_KNOWN_TAGS = tuple(DEFAULT_POLICIES)
 
 #: Tags whose memory comes back as zeros unless its content is kept.
 ZEROED_TAGS = frozenset(tag for tag, policy in DEFAULT_POLICIES.items() if policy is RestorePolicy.ZERO)

@@ -135,13 +135,9 @@ class _Operation(Fields):
         """Whether the answer does not wait for the operation's end."""
         return self.dry_run or self.run_async
 
-    def identity(self) -> tuple[Any, ...]:
-        """Return what two equal requests have in common; fields that concern one call are not in it."""
-        same = (getattr(self, name) for name, acts in acts_of(type(self)).items() if acts.by != "caller")
-        return (self.operation, *(tuple(sorted(each)) if isinstance(each, tuple) else each for each in same))
-
     def digest(self) -> str:
-        """Return a digest of what ``identity`` compares, the same in every process and later versions."""
+        """Return what two equal requests have in common, as a digest that is the same in every process and in later
+        versions. Fields that concern one call are not in it."""
         names = {name for name, acts in acts_of(type(self)).items() if acts.by != "caller"}
         given = self.model_dump(mode="json", include=names, exclude_defaults=True)
         given = {name: sorted(value) if isinstance(value, list) else value for name, value in given.items()}
@@ -185,13 +181,9 @@ class OnTags(_Operation, Tagged):
         return tuple(sorted(set(dp_ranks)))
 
     @model_validator(mode="after")
-    def _of_whole_servers(self) -> Self:
+    def _consistent(self) -> Self:
         if self.dp_ranks and self.verify is not None:
             raise ValueError("the tokens of verify are computed by any engine of the server: leave out dp_ranks")
-        return self
-
-    @model_validator(mode="after")
-    def _lease_of_something(self) -> Self:
         if "lease_s" in self.model_fields_set and not self.prepare:
             raise ValueError('lease_s needs "prepare": true')
         return self

@@ -27,10 +27,10 @@ _RESTORE_STEPS = ("restore", "cuCheckpointProcessRestore")
 #: How long CUDA calls in flight may take to end before a hibernation is given up, milliseconds.
 LOCK_TIMEOUT_MS = 10_000
 
-#: The request that undoes or repeats a step that failed half way: by the step, and the state that the driver reports.
+#: The request that undoes or repeats a step that failed half way, by the step and the state that the driver reports.
 _UNDO = {("lock", "locked"): "unlock", ("checkpoint", "checkpointed"): "restore", ("unlock", "locked"): "unlock"}
 
-#: States of the process. UNKNOWN: the driver did not say; each step finds out.
+#: States of the process. UNKNOWN: the driver did not say; each step asks again.
 _State = Enum("_State", "RUNNING LOCKED HIBERNATED UNKNOWN LOST")
 
 #: States by the driver's words for them.
@@ -47,8 +47,7 @@ _Take = Callable[["Hibernation"], dict[str, float]]
 
 
 def _one_step(take: _Take) -> _Take:
-    """Return ``take`` as a method that excludes other steps, and whose errors name the state that the process is left
-    in."""
+    """Return ``take`` as a method that excludes other steps, and whose errors name the state of the process."""
 
     @wraps(take)
     def one_step(self: Hibernation) -> dict[str, float]:
@@ -239,10 +238,9 @@ class Hibernation:
 
     def _described(self, error: errors.MemsaverError | StepFailedError) -> errors.MemsaverError:
         """Return the error to raise for a failed step, with the state that the process is in."""
-        step = error if isinstance(error, StepFailedError) else None
         if self._state is _State.LOST:
             self._failure = f"{error}: the driver cannot restore this process; restart it"
-            return errors.ContextLostError(self._failure, step.call if step else "", step.code if step else "")
+            return errors.ContextLostError(self._failure, getattr(error, "call", ""), getattr(error, "code", ""))
         if not isinstance(error, StepFailedError):
             return error
         if error.needed_bytes:

@@ -49,7 +49,7 @@ def register_check(check: Callable[[], list[str]]) -> None:
 
 
 def obstacles(facts: Facts, suspending: bool = False) -> list[str]:
-    """See ``Hibernation.obstacles``; of a process with these ``facts``."""
+    """Return what ``Hibernation.obstacles`` returns in a process with these ``facts``."""
     if not facts.enabled:
         return ["memsaver is disabled (MEMSAVER_ENABLED=0)"]
     found = []

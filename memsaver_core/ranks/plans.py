@@ -99,8 +99,8 @@ def backup_rooms(tags: Iterable[PlannedTag], status: Status) -> tuple[Room, Disk
 
 
 def most_for(host: Room, status: Status) -> int:
-    """Return the most bytes of backups that a release may keep. In a shared store, what other processes have may be the
-    same content, or give way, so only backups larger than the whole store surely have no room."""
+    """Return the most bytes of backups that a release may keep. In a shared store, other processes may have the same
+    content, or give up theirs, so only backups larger than the whole store surely have no room."""
     store = status.host_backup.shared_store
     return host.free_bytes if store is None else store.limit_bytes
 

@@ -39,7 +39,7 @@ class ProgressRecord:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Note that a message is carried out inside; another may be as a part of it."""
+        """Count the message that is carried out inside; it may be a part of another one."""
         self._words[_BEGUN] += 1
         try:
             yield

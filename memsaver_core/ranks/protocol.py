@@ -186,7 +186,8 @@ class Failure:
         """Return the error, of its class if the contract has it, with its message between ``before`` and ``after``."""
         kind = getattr(errors, self.error, MemsaverError)
         message = before + self.message + after
-        if isinstance(kind, type) and issubclass(kind, MemsaverError) and set(self.attributes) == _named(kind):
+        is_known = isinstance(kind, type) and issubclass(kind, MemsaverError)
+        if is_known and set(self.attributes) == {each.name for each in fields(kind)}:
             return kind(message, **self.attributes)
         return MemsaverError(message)
 
@@ -229,7 +230,3 @@ class Codec(Generic[_Message]):
 
 REQUESTS: Codec[Request] = Codec(*get_args(Request))
 ANSWERS: Codec[Answer] = Codec(Answer)
-
-
-def _named(kind: type[MemsaverError]) -> set[str]:
-    return {each.name for each in fields(kind)}

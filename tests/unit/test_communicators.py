@@ -258,7 +258,7 @@ def test_those_of_engines_are_found(tmp_path: Path) -> None:
 
 
 def test_regions_do_not_take_the_tag() -> None:
-    with pytest.raises(ms.ConfigurationError, match="the tag 'communicators' is of what NCCL holds"):
+    with pytest.raises(ms.ConfigurationError, match="the tag 'communicators' is reserved for what NCCL holds"):
         ms.region("communicators")
 
 

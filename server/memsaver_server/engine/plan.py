@@ -135,6 +135,6 @@ def general_blockers(status: Status, request: Asked, running: Operation | None) 
         yield "memsaver is disabled in this process: nothing would happen"
     if status.state == "failed":
         yield failed_for_good(status)
-    joins = running is not None and not running.blocks_others and running.request.identity() == request.identity()
+    joins = running is not None and not running.blocks_others and running.request.digest() == request.digest()
     if running is not None and conflicts(request, running) and not joins:
         yield running.in_progress()

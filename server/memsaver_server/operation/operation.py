@@ -98,7 +98,7 @@ class Operation:
         self.done.set_running_or_notify_cancel()
         self._settled.set_running_or_notify_cancel()
         self._lease_s = self.request.lease_s
-        self._answered = [self.request.identity()]
+        self._answered = [self.request.digest()]
 
     # What callers see.
 
@@ -252,17 +252,17 @@ class Operation:
         release that differs by a stronger drain mode joins, too: it overtakes the drain. A prepare renews the lease."""
         with self.changed:
             self._note_lease_end()
-            answered = request.identity() in self._answered
+            answered = request.digest() in self._answered
             overtaken = None if answered else _overtaken(self.request, request)
             if overtaken is not None:  # it has the request's mode; compare everything else
                 same_drain = request.model_copy(update={"timeout_s": overtaken.timeout_s})
-                answered = same_drain.identity() == overtaken.identity()
+                answered = same_drain.digest() == overtaken.digest()
             event = "renew" if request.prepare else "join" if overtaken is None else "overtake"
             if not answered or self.cancelled_by is not None or not self.table.allows(self.state, event):
                 return False
             if overtaken is not None:
                 self.request = overtaken
-                self._answered.append(request.identity())
+                self._answered.append(request.digest())
             self.renew(request)
             self.callers += 1
             return True
@@ -308,7 +308,7 @@ class Operation:
             self._note_lease_end()
             self.advance("commit")
             self.committed = True
-            self._answered.append(self.request.model_copy(update={"prepare": False}).identity())
+            self._answered.append(self.request.model_copy(update={"prepare": False}).digest())
             self.changed.notify_all()
 
     # For what carries it out.
