@@ -17,6 +17,7 @@ namespace {
 constexpr int kSuccess = 0;
 constexpr int kInitializationError = 3;  // cudaErrorInitializationError
 constexpr size_t kTagBytes = 512;
+constexpr size_t kPathBytes = 4096;
 
 std::atomic<const memsaver_preload_core*> core{nullptr};
 std::atomic<int (*)(const char*)> pause_all{nullptr};
@@ -57,17 +58,12 @@ Region& region() {
   return mine;
 }
 
-struct Library {
-  const char* prefix;
-  char path[4096];
-};
-
-int find_library(dl_phdr_info* info, size_t, void* data) {
-  auto* const wanted = static_cast<Library*>(data);
+// Writes the path of a loaded library, if it is a CUDA runtime, to `path`, which has kPathBytes.
+int find_runtime(dl_phdr_info* info, size_t, void* path) {
   const char* const slash = std::strrchr(info->dlpi_name, '/');
   const char* const name = slash != nullptr ? slash + 1 : info->dlpi_name;
-  if (std::strncmp(name, wanted->prefix, std::strlen(wanted->prefix)) != 0) return 0;
-  std::snprintf(wanted->path, sizeof wanted->path, "%s", info->dlpi_name);
+  if (std::strncmp(name, "libcudart.so", 12) != 0) return 0;
+  std::snprintf(static_cast<char*>(path), kPathBytes, "%s", info->dlpi_name);
   return 1;
 }
 
@@ -82,9 +78,9 @@ struct RealFunction {
     void* found = known.load(std::memory_order_acquire);
     if (found == nullptr) found = dlsym(RTLD_NEXT, name);
     if (found == nullptr) {
-      Library library{"libcudart.so", {}};
-      if (dl_iterate_phdr(find_library, &library) != 0) {
-        if (void* const handle = dlopen(library.path, RTLD_LAZY | RTLD_NOLOAD)) found = dlsym(handle, name);
+      char path[kPathBytes];
+      if (dl_iterate_phdr(find_runtime, path) != 0) {
+        if (void* const handle = dlopen(path, RTLD_LAZY | RTLD_NOLOAD)) found = dlsym(handle, name);
       }
     }
     known.store(found, std::memory_order_release);

@@ -126,19 +126,14 @@ std::size_t plan_for(const std::uint32_t (&counts)[256], std::size_t bytes, std:
          static_cast<std::size_t>(escaped * static_cast<double>(bytes / element_bytes));
 }
 
-std::array<std::uint8_t, 256> codes_of(const PackPlan& plan) {
-  std::array<std::uint8_t, 256> codes{};
-  codes.fill(kPackedEscape);
-  for (unsigned code = kPackedEscape; code-- > 0;) codes[plan.exponents[code]] = static_cast<std::uint8_t>(code);
-  return codes;
-}
-
 std::size_t pack(const PackPlan& plan, const void* content, std::size_t bytes, void* packed, std::size_t capacity) {
   const Layout layout{bytes, plan.element_bytes};
   if (layout.escapes > capacity) return 0;
   const auto* const from = static_cast<const unsigned char*>(content);
   auto* const to = static_cast<unsigned char*>(packed);
-  const auto codes = codes_of(plan);
+  std::array<std::uint8_t, 256> codes{};  // by exponent
+  codes.fill(kPackedEscape);
+  for (unsigned code = kPackedEscape; code-- > 0;) codes[plan.exponents[code]] = static_cast<std::uint8_t>(code);
   const std::size_t room = capacity - layout.escapes;
   std::size_t escapes = 0;
   for (std::size_t group = 0; group < layout.groups; ++group) {

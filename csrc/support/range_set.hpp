@@ -41,14 +41,10 @@ class RangeSet {
     std::vector<Range> removed;
     const std::uintptr_t end = begin + bytes;
     auto at = ranges_.upper_bound(begin);
-    if (at != ranges_.begin()) --at;
+    if (at != ranges_.begin() && std::prev(at)->first + std::prev(at)->second > begin) --at;
     while (at != ranges_.end() && at->first < end) {
       const std::uintptr_t first = at->first;
       const std::uintptr_t last = first + at->second;
-      if (last <= begin) {
-        ++at;
-        continue;
-      }
       at = ranges_.erase(at);
       removed.push_back({std::max(first, begin), std::min(last, end) - std::max(first, begin)});
       total_ -= removed.back().bytes;

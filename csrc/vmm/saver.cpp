@@ -197,7 +197,6 @@ void Saver::drop_resident(const Tags& tags) {
 
 void Saver::prepare_backup() {
   check_usable();
-  SharedStore* const shared = backups_.shared();
   std::set<int> digesting;
   {
     const Lock lock(map_.mutex);
@@ -207,7 +206,7 @@ void Saver::prepare_backup() {
   }
   for (const int device : digesting) {
     driver_->prepare_digest(device);
-    if (backups_.packs() || shared != nullptr) driver_->prepare_packing(device);
+    if (backups_.packs() || backups_.shared() != nullptr) driver_->prepare_packing(device);
   }
   if (backups_.packs()) expect_backups();
   grow_backup_memory();
