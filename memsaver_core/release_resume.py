@@ -189,8 +189,7 @@ def give_back_reserved() -> None:
     """Give back the memory that ``reserve_with`` holds and the disk space that is held for a release. What the driver
     refuses is tried again later."""
     disk.drop()
-    saver = process.existing_saver()
-    if saver is not None:
+    if (saver := process.existing_saver()) is not None:
         saver.give_back_reserved()
 
 

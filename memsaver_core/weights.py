@@ -89,9 +89,8 @@ class _Loading:
             self._load_and_publish(load, entry)
         else:
             waited = f"another process has been loading them for {WAIT_S:.0f} s"
-            reason = reason or (
-                waited if found == "awaited" else "the store's index is full, or locked by another process"
-            )
+            no_room = "the store's index is full, or locked by another process"
+            reason = reason or (waited if found == "awaited" else no_room)
             load()
         return reason
 
@@ -182,8 +181,7 @@ class _Loading:
 def _layout_of(tensors: Tensors) -> tuple[list[Any], list[torch.UntypedStorage]]:
     """Return how tensors lie in their storages, as JSON has it, and these storages in order. Raises ValueError if some
     are not ordinary tensors on one device of memsaver's."""
-    storages: dict[int, torch.UntypedStorage] = {}
-    numbers: dict[int, int] = {}
+    storages: dict[int, tuple[int, torch.UntypedStorage]] = {}  # with their numbers
     rows: list[Any] = []
     devices = set()
     for name, tensor in sorted(tensors.items()):
@@ -193,13 +191,12 @@ def _layout_of(tensors: Tensors) -> tuple[list[Any], list[torch.UntypedStorage]]
         devices.add(tensor.device)
         number = -1
         if storage.nbytes():
-            storages[storage._cdata] = storage
-            number = numbers.setdefault(storage._cdata, len(numbers))
+            number, _ = storages.setdefault(storage._cdata, (len(storages), storage))
         row = [name, str(tensor.dtype), list(tensor.shape), list(tensor.stride()), number, tensor.storage_offset()]
         rows.append([*row, storage.nbytes()])
     if len(devices) != 1:
         raise ValueError(f"the tensors are on {len(devices)} devices")
-    return rows, list(storages.values())
+    return rows, [storage for _, storage in storages.values()]
 
 
 def sharing(storages: Sequence[torch.UntypedStorage], known: Iterable[torch.Tensor] = ()) -> list[list[torch.Tensor]]:

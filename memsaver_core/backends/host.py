@@ -69,7 +69,11 @@ class HostRegion(TorchDispatchMode):
             return func(*args, **kwargs)
         # torch.tensor() fills a tensor without the dispatcher, and passes it to lift_fresh.
         lifted = func is torch.ops.aten.lift_fresh.default
-        known = set() if lifted else _storages_with_memory((args, kwargs))
+        known = {
+            tensor.untyped_storage()._cdata
+            for tensor in (() if lifted else tree_leaves((args, kwargs)))
+            if is_plain(tensor) and tensor.untyped_storage().nbytes() > 0
+        }
         result = func(*args, **kwargs)
         fresh = [
             tensor
@@ -166,14 +170,6 @@ def _resident_bytes() -> int | None:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         return None
-
-
-def _storages_with_memory(arguments: Any) -> set[int]:
-    return {
-        tensor.untyped_storage()._cdata
-        for tensor in tree_leaves(arguments)
-        if is_plain(tensor) and tensor.untyped_storage().nbytes() > 0
-    }
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -52,24 +52,21 @@ def found() -> Iterator[Communicator]:
     yield from _of_engines()
 
 
-def _torch_groups() -> Iterator[tuple[str, Any]]:
-    """Yield name and group for torch's groups on NCCL, without groups of one process, which share no memory."""
+def _of_torch() -> Iterator[Communicator]:
+    """Yield those of torch's groups on NCCL, without groups of one process, which share no memory."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not torch.distributed.is_available():
         return
-    world = c10d._world
+    world, library = c10d._world, None
     for group in tuple(world.pg_map):
-        if "nccl" in str(world.pg_backend_config.get(group, "")) and group.size() > 1:
-            yield str(world.pg_names.get(group, "default")), group
-
-
-def _of_torch() -> Iterator[Communicator]:
-    groups = tuple(_torch_groups())
-    library = loaded() if groups else None
-    for group_name, group in groups:
+        if "nccl" not in str(world.pg_backend_config.get(group, "")) or group.size() < 2:
+            continue
+        library = library or loaded()
         backend = group._get_backend(torch.device("cuda"))
         backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-        name = _name("torch", group_name, torch.distributed.get_process_group_ranks(group))
+        name = _name(
+            "torch", str(world.pg_names.get(group, "default")), torch.distributed.get_process_group_ranks(group)
+        )
         for device in _devices():
             comm = 0
             with _on(device), suppress(RuntimeError):  # an aborted one holds nothing

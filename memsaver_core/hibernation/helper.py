@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from memsaver_core import _native
@@ -39,19 +39,19 @@ class Helper:
 
     def __init__(self, driver: str, accounts: Sequence[tuple[int, int]]) -> None:
         """Start it; raise MemsaverError if that fails. ``accounts`` are the host driver's (descriptor, slot)."""
-        try:
-            self._socket, theirs = socket.socketpair()
-        except OSError as error:
-            raise _not_started(error) from error
         arguments = [str(PATH), str(os.getpid()), driver, *(f"{file}:{slot}" for file, slot in accounts)]
         try:
-            with theirs:
+            self._socket, theirs = socket.socketpair()
+            with theirs, ExitStack() as undo:
+                undo.callback(self._socket.close)
                 self._process: subprocess.Popen[bytes] = subprocess.Popen(
                     arguments, stdin=theirs.fileno(), stdout=theirs.fileno(), pass_fds=[file for file, _ in accounts]
                 )
+                undo.pop_all()
         except OSError as error:
-            self._socket.close()
-            raise _not_started(error) from error
+            raise MemsaverError(
+                f"the hibernation helper cannot be started: {error}; repeat the call when it can"
+            ) from error
         self._replies = self._socket.makefile("r")
         self._given_up = False
 
@@ -92,7 +92,3 @@ class Helper:
         self._socket.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
-
-
-def _not_started(error: OSError) -> MemsaverError:
-    return MemsaverError(f"the hibernation helper cannot be started: {error}; repeat the call when it can")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -25,12 +25,17 @@ _Message = TypeVar("_Message")
 
 
 @dataclass(frozen=True)
-class Introduce:
+class Request:
+    """A message of the service to a rank: one of the classes below."""
+
+
+@dataclass(frozen=True)
+class Introduce(Request):
     """Ask for an ``Introduction``."""
 
 
 @dataclass(frozen=True)
-class Prepare:
+class Prepare(Request):
     """Check whether an operation is possible, and what it would do: ask for a ``Plan``. Changes nothing. ``exact``
     leaves out what torch holds free, even if there is room to back it up; to find it takes time."""
 
@@ -40,7 +45,7 @@ class Prepare:
 
 
 @dataclass(frozen=True)
-class Move:
+class Move(Request):
     """Release or resume now, with what the engine does at a wake-up; does not hibernate, whatever ``memory`` says."""
 
     operation: Verb
@@ -48,7 +53,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Reserve:
+class Reserve(Request):
     """Take in advance what an operation needs: a resume's device memory, the disk space of a release's backups."""
 
     operation: Verb
@@ -56,12 +61,12 @@ class Reserve:
 
 
 @dataclass(frozen=True)
-class GiveBackReserved:
+class GiveBackReserved(Request):
     """Give back what ``Reserve`` took and no operation has used."""
 
 
 @dataclass(frozen=True)
-class MoveCommunicators:
+class MoveCommunicators(Request):
     """Suspend (in a release) or resume the communicators ``names``, together with all other ranks, each of which has
     said in its plan that it can. Reported as the tag ``communicators``. ``begin`` starts it and returns at once: NCCL
     works while tags are moved. The same message without it waits for the end."""
@@ -73,7 +78,7 @@ class MoveCommunicators:
 
 
 @dataclass(frozen=True)
-class HibernationStep:
+class HibernationStep(Request):
     """One step of a hibernation or of its end: the ranks take each step together. Reported as a phase of that name.
     ``lock`` blocks device calls, ``checkpoint`` gives the context back; ``restore`` brings it back, ``unlock`` lets
     device calls go on. A rank that is past a step already does nothing."""
@@ -82,19 +87,19 @@ class HibernationStep:
 
 
 @dataclass(frozen=True)
-class ExpectRelease:
+class ExpectRelease(Request):
     """Release ``memory`` when the engine next puts this rank to sleep, in place of what the engine asks for."""
 
     memory: MemoryRequest
 
 
 @dataclass(frozen=True)
-class TakeOutcome:
+class TakeOutcome(Request):
     """Ask, once, what became of the expected release. No report: the rank was not put to sleep."""
 
 
 @dataclass(frozen=True)
-class SleepNow:
+class SleepNow(Request):
     """Put this rank to sleep at ``level`` and release ``memory``, for an engine that counts it as asleep already."""
 
     memory: MemoryRequest
@@ -102,14 +107,14 @@ class SleepNow:
 
 
 @dataclass(frozen=True)
-class Resize:
+class Resize(Request):
     """Back only the first ``pages`` pages of the KV cache with memory; no other is in use."""
 
     pages: int
 
 
 @dataclass(frozen=True)
-class WriteAsleep:
+class WriteAsleep(Request):
     """Take one step of an update of ``tag``, whose memory is released: all ranks take each before any takes the next.
     ``lend`` makes a ``memsaver_core.lending.Lending``, the others use it; ``drop`` may come after each. ``processes``
     are the ranks of this host."""
@@ -117,22 +122,6 @@ class WriteAsleep:
     step: Literal["lend", "keep", "commit", "drop"]
     tag: str
     processes: int = 1
-
-
-Request = (
-    Introduce
-    | Prepare
-    | Move
-    | Reserve
-    | GiveBackReserved
-    | MoveCommunicators
-    | HibernationStep
-    | ExpectRelease
-    | TakeOutcome
-    | SleepNow
-    | Resize
-    | WriteAsleep
-)
 
 
 @dataclass(frozen=True)
@@ -228,5 +217,5 @@ class Codec(Generic[_Message]):
             raise ConfigurationError(f"a message of rank protocol {VERSION} is invalid: {error}") from None
 
 
-REQUESTS: Codec[Request] = Codec(*get_args(Request))
+REQUESTS: Codec[Request] = Codec(*Request.__subclasses__())
 ANSWERS: Codec[Answer] = Codec(Answer)
