@@ -1,4 +1,4 @@
-"""Device memory in use: as nvidia-smi shows it, as the driver keeps it for graphs, and as torch counts it."""
+"""Device memory in use: as nvidia-smi shows it, what the driver keeps for graphs, and what torch counts."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def graph(
 
     ``restore`` is its policy, by default that of the tag: ``host`` for ``cuda_graph``, as some content is written only
     at capture. ``pool`` is memory to share with other graphs; by default the graph has its own. The other arguments are
-    those of ``torch.cuda.graph``, which this is without memsaver.
+    those of ``torch.cuda.graph``; with memsaver disabled this does nothing else.
     """
     own = pool if pool is not None else GraphPool(tag, restore=restore)
     cuda_graph._memsaver_pool = own  # type: ignore[attr-defined]  # the pool must live as long as the graph

@@ -1,4 +1,4 @@
-"""What a shared store has of weights: a manifest for each, which is a text of the store (csrc/backup/shared_store.hpp).
+"""The manifests of the weights that a shared store has; each is a text of the store (csrc/backup/shared_store.hpp).
 
 A manifest is found by its name, a digest of what the weights are. It says in which blocks of the store each allocation
 lies, and in which allocation each storage. Needs no torch.

@@ -35,7 +35,7 @@ class Listener:
     ``path`` is to be given to the ranks; ``ranks`` may be set until ``accept``."""
 
     def __init__(self, ranks: int = 0, first: int = 1, folder: str = "") -> None:
-        """``folder`` must not exist; without it, a new one is made."""
+        """``folder`` is made, and must not exist; without it, one with a new name is made."""
         self.ranks = ranks
         self._first = first
         if folder:

@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 def objects_of(wanted: type[_T]) -> list[_T]:
-    """Return the objects of a type that Python's collector knows, but for those that ``gc.freeze()`` has hidden."""
+    """Return the objects of a type that Python's collector knows, except those that ``gc.freeze()`` has hidden."""
     objects = gc.get_objects()
     # By type, not isinstance(): a lazy object's __class__ may run code, and there are hundreds of thousands of objects.
     # Nor are types compared: a metaclass may do that in its own way.

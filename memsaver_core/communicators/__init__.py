@@ -127,8 +127,8 @@ def tag_status() -> TagStatus | None:
 
 
 def shared() -> tuple[str, ...]:
-    """Return what else ranks share of device memory, as counted last, each with what to change: it stays after a
-    release and prevents a hibernation. Calls no driver."""
+    """Return which other device memory ranks share, as counted last, each with what to change: this memory stays after
+    a release and prevents a hibernation. Calls no driver."""
     return _shared
 
 

@@ -159,7 +159,7 @@ class WrongWeightsError(MemsaverError, kind="wrong_weights_version", status=409)
 
 
 class PauseEndedError(MemsaverError, kind="pause_ended", status=409):
-    """Generation was continued while a pause still waited for requests in flight. It goes on."""
+    """Generation was continued while a pause still waited for requests in flight. Generation goes on."""
 
 
 class MemoryBusyError(MemsaverError, kind="memory_busy", status=504):

@@ -19,7 +19,7 @@ class Phase(str, Enum):
     waits: bool
 
     def __new__(cls, name: str, meaning: str = "", waits: bool = False) -> Phase:
-        """``waits``: the time is that of others (requests in flight, other processes, the caller's commit)."""
+        """``waits``: how long it takes depends on others (requests in flight, other processes, the caller)."""
         phase = str.__new__(cls, name)
         phase._value_ = name
         phase.meaning, phase.waits = meaning, waits

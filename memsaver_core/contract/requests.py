@@ -22,7 +22,7 @@ from memsaver_core.contract.phases import Verb as Verb
 from memsaver_core.contract.policies import COMMUNICATORS, RestorePolicy
 
 OPPOSITE: dict[OperationName, Verb] = {"release": "resume", "resume": "release"}
-#: The state of the memory that each leaves.
+#: The state in which each operation leaves the memory.
 STATES: dict[OperationName, Literal["released", "resident"]] = {"release": "released", "resume": "resident"}
 #: What a drain does to requests in flight: ``wait`` until they end; ``abort`` them, each with its output so far;
 #: ``keep`` (freeze) them until admission opens.
