@@ -107,7 +107,7 @@ def _adopt(place: _Place, tensors: list[Tensor]) -> None:
     tag, restore, device = place
     old = [tensor.untyped_storage() for tensor in tensors]
     _synchronize(device)  # other streams may still write what is to be copied
-    adopt(tensors, tag, restore=restore, device=device.index)
+    adopt(tensors, tag, restore=restore)
     _synchronize(device)  # other streams may be given the old memory once it is free
     del old
 

@@ -50,9 +50,9 @@ def region(
     return process.backend().region(saver, device, tag, policy, chunk_bytes)
 
 
-def adopt(obj: Adoptable, tag: str, *, restore: PolicyLike | None = None, device: int | None = None) -> Adoptable:
-    """Move existing tensors under ``tag``, in place, and return ``obj``: a tensor, a module with its parameters and
-    buffers, or several tensors.
+def adopt(obj: Adoptable, tag: str, *, restore: PolicyLike | None = None) -> Adoptable:
+    """Move existing tensors under ``tag``, in place and on their devices, and return ``obj``: a tensor, a module with its
+    parameters and buffers, or several tensors.
 
     The tensor objects stay. Their addresses change once, so adopt before a CUDA graph captures them. Tensors that share
     memory still share it afterwards, if all of them are given. A tensor that is under a tag already stays where it is.
@@ -68,7 +68,7 @@ def adopt(obj: Adoptable, tag: str, *, restore: PolicyLike | None = None, device
         tensors = list(obj)
     saver = process.saver()
     storages: dict[int, torch.UntypedStorage] = {}
-    with region(tag, restore=restore, device=device), torch.no_grad():
+    with torch.no_grad():
         for tensor in tensors:
             if not is_plain(tensor):
                 raise ConfigurationError(
@@ -78,7 +78,8 @@ def adopt(obj: Adoptable, tag: str, *, restore: PolicyLike | None = None, device
             storage = tensor.untyped_storage()
             if storage.nbytes() == 0 or storage._cdata in storages or saver.owns(storage.data_ptr()):
                 continue
-            moved = torch.empty(storage.nbytes(), dtype=torch.uint8, device=tensor.device).untyped_storage()
+            with region(tag, restore=restore, device=tensor.device.index):
+                moved = torch.empty(storage.nbytes(), dtype=torch.uint8, device=tensor.device).untyped_storage()
             moved.copy_(storage, non_blocking=False)
             storages[storage._cdata] = moved
     rebase(tensors, storages)

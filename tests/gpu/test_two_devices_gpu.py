@@ -73,6 +73,17 @@ def test_both_go_and_come_back_in_one_operation(tag: str) -> None:
         assert all(torch.equal(tensor.cpu(), host) for tensor, host in zip(tensors, expected, strict=True))
 
 
+def test_adopted_tensors_stay_on_their_devices(tag: str) -> None:
+    tensors = [torch.randn(64 * MIB // 4, device=f"cuda:{device}") for device in DEVICES]
+    expected = [tensor.clone() for tensor in tensors]
+    ms.adopt(tensors, tag, restore="host")
+    (status,) = (each for each in ms.status().tags if each.tag == tag)
+    assert set(status.mapped_by_device) == set(DEVICES)
+    ms.release([tag])
+    ms.resume()
+    assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
+
+
 @pytest.mark.parametrize("current", DEVICES)
 @pytest.mark.guards(
     "only the current device was synchronized or restored",
