@@ -633,6 +633,12 @@ def test_two_addresses_of_one_engine_are_one_engine(sites: Sites) -> None:
         assert one.json()["released_bytes"] == 2 << 20
 
 
+def test_a_fleet_without_engines_has_no_state() -> None:
+    with served([]) as http:
+        assert http.get("/memory_status").json() == {"state": "", "parked_tags": [], "engines": []}
+        assert http.get("/memory_occupation").json()["state"] == ""
+
+
 def test_a_coordinator_is_no_member(fleet: httpx.Client, sites: Sites) -> None:
     with served([sites["a"].member, Member("other", str(fleet.base_url))]) as http:
         answer = http.post("/release_memory_occupation")

@@ -29,7 +29,7 @@ def state_of(occupation: OccupationAnswer) -> str:
 def common(values: Iterable[str]) -> str:
     """Return the value that all have, ``mixed`` if they differ, or an empty string if there are none."""
     found = set(values)
-    return found.pop() if len(found) == 1 else "mixed" if found else ""
+    return "mixed" if len(found) > 1 else "".join(found)
 
 
 def count_of(things: Sized, noun: str = "engine") -> str:

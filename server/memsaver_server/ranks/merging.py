@@ -34,15 +34,17 @@ class RankDevices:
             self._numbers.append(numbers)
 
     def number(self, rank: int, index: int) -> int:
-        """Return the group's number of the device that ``rank`` calls ``index``."""
+        """Return the group's number of the device that ``rank`` calls ``index``; ``index`` itself if the rank has not
+        introduced that device."""
         return self._numbers[rank].get(index, index)
 
     def note(self, rank: int, devices: Iterable[DeviceDelta]) -> None:
-        """Note what ``rank`` counted after a step; it is used where this process cannot read the device."""
+        """Note what ``rank`` counted on the devices that it introduced; this is used where this process cannot read the
+        device."""
         for device in devices:
-            number = self.number(rank, device.index)
-            used = {"used_bytes": device.used_after_bytes}
-            self.readings[number] = self.readings[number].model_copy(update=used)
+            if (number := self._numbers[rank].get(device.index)) is not None:
+                used = {"used_bytes": device.used_after_bytes}
+                self.readings[number] = self.readings[number].model_copy(update=used)
 
     def merged_status(self, statuses: Sequence[Status | None]) -> Status:
         """Merge what each rank holds; None is a rank that does not use memsaver."""
@@ -89,7 +91,7 @@ class RankDevices:
 
     def _renumbered(self, rank: int, tag: TagStatus) -> TagStatus:
         def by_number(by_index: Mapping[int, int]) -> dict[int, int]:
-            return {self._numbers[rank].get(index, 0): size for index, size in by_index.items()}
+            return {self.number(rank, index): size for index, size in by_index.items()}
 
         names = ("mapped_by_device", "bytes_by_device", "shrunk_by_device")
         return tag.model_copy(update={name: by_number(getattr(tag, name)) for name in names})

@@ -38,7 +38,8 @@ class ParkedEngine(MemoryStatusAnswer):
 
 
 class FleetMemoryStatusAnswer(MemoryStatusAnswer):
-    """The state of all engines in TensorRT-LLM's words, or ``mixed``, and the tags released on any of them."""
+    """The state of all engines in TensorRT-LLM's words, ``mixed`` if they differ, or empty without engines; and the
+    tags released on any of them."""
 
     engines: list[ParkedEngine]
 
@@ -107,6 +108,6 @@ def router(models: Models) -> APIRouter:
         states = {row["state"] for row in rows}
         parked = sorted({tag for row in rows for tag in row["parked_tags"]})
         about = {"engines": rows} if models.several else {}
-        return {"state": states.pop() if len(states) == 1 else "mixed", "parked_tags": parked, **about}
+        return {"state": "mixed" if len(states) > 1 else "".join(states), "parked_tags": parked, **about}
 
     return routes
