@@ -3,7 +3,7 @@
 python .ci/generate.py           writes them
 python .ci/generate.py --check   exits with 1 if one is not current
 
-client/keywords.py, fleet/keywords.py and cli/request_options.py are made from the contract.
+client/keywords.py and cli/request_options.py are made from the contract.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ ALIASES: dict[type[Fields], dict[str, Any]] = {
     FleetResume: {"mode": FleetMode},
 }
 
+KEYWORDS = {
+    **dict.fromkeys((Release, Resume, ResizeKvCache), OTHERWISE),
+    **dict.fromkeys((FleetRelease, FleetResume), OTHERWISE_OF_FLEET),
+}
+
 #: Fields that the command line sets in another way, or not.
 NOT_OPTIONS = {"tags"}
 NOT_OPTIONS_OF_FLEET = OTHERWISE_OF_FLEET | {"model"}
@@ -81,10 +86,10 @@ def fields_of(model: type[Fields], otherwise: set[str]) -> dict[str, FieldInfo]:
 # -- keywords of Python ---------------------------------------------------------------------------------------------
 
 
-def keywords(whose: str, models: tuple[type[Fields], ...], otherwise: set[str]) -> str:
-    """Return the source of keyword arguments."""
-    made = "\n\n".join(_typed_dict(model, otherwise) for model in models)
-    return f'''"""The keyword arguments of {whose}: fields of ``memsaver_core.contract.requests``, which describes them.
+def keywords(models: Mapping[type[Fields], set[str]]) -> str:
+    """Return the source of keyword arguments: for each model its fields but those that are given otherwise."""
+    made = "\n\n".join(_typed_dict(model, otherwise) for model, otherwise in models.items())
+    return f'''"""Keyword arguments of the clients and of a fleet, which ``memsaver_core.contract.requests`` describes.
 
 {MADE_BY}
 """
@@ -204,8 +209,7 @@ def _formatted(path: Path, text: str) -> str:
 
 
 MADE = {
-    SERVER / "client" / "keywords.py": partial(keywords, "the clients", (Release, Resume, ResizeKvCache), OTHERWISE),
-    SERVER / "fleet" / "keywords.py": partial(keywords, "a fleet", (FleetRelease, FleetResume), OTHERWISE_OF_FLEET),
+    SERVER / "client" / "keywords.py": partial(keywords, KEYWORDS),
     SERVER / "cli" / "request_options.py": partial(options, OPTIONS),
 }
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-DEFAULT_URL = "http://127.0.0.1:30000"
+DEFAULT_PORT = 30000
+DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 
 
 def place(host: str, port: int) -> str:

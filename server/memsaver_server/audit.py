@@ -6,6 +6,7 @@ process gets no handler unless it asks for one. Writing blocks no operation; see
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -66,25 +67,22 @@ class _File:
 
     def _open(self) -> None:
         # Without O_NONBLOCK, opening a pipe would wait for its reader. Writes may block again.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-        self._descriptor = os.open(self._path, flags, 0o600)
-        os.set_blocking(self._descriptor, True)
+        self._file = io.FileIO(self._path, "a", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK, 0o600))
+        os.set_blocking(self._file.fileno(), True)
 
     def write(self, line: bytes) -> None:
         if not self._is_there():
             self.close()
             self._open()
-        write_all(self._descriptor, line)
+        write_all(self._file.fileno(), line)
 
     def close(self) -> None:
         """Close the file; a later line opens it again."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
     def _is_there(self) -> bool:
         try:
-            return self._descriptor >= 0 and os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
+            return not self._file.closed and os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
             return False
 

@@ -126,8 +126,8 @@ def test_a_new_field_of_the_contract_is_an_option(service: Service, tmp_path: Pa
     environment = {**os.environ, "COLUMNS": "120"}
     shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False).stdout
     assert all(option in shown for option in ("--zero", "--no-keep-pinned", "size|name", "--rate", "--pause", "--note"))
-    keywords = (tmp_path / "server/memsaver_server/fleet/keywords.py").read_text()
-    assert '    order: Literal["size", "name"] | None\n' in keywords
+    keywords = (tmp_path / "server/memsaver_server/client/keywords.py").read_text()
+    assert keywords.count('    order: Literal["size", "name"] | None\n') == 2  # of an engine's release and of a fleet's
 
 
 @pytest.mark.parametrize("both", [("--async", "--dry-run"), ("--async", "--prepare"), ("--dry-run", "--prepare")])

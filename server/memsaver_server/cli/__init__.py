@@ -6,7 +6,9 @@ import errno
 import os
 import sys
 
-#: Of a write to a pipe that nobody reads, or to a disk that is full or broken.
+from memsaver_server.missing_package import missing_package
+
+#: Errors of a write to a pipe that nobody reads, or to a disk that is full or broken.
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -16,8 +18,6 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("memsaver"):
             raise
-        from memsaver_server.missing_package import missing_package
-
         sys.exit(f"memsaver: {missing_package(error, 'cli')}")
     try:
         try:

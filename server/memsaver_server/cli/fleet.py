@@ -19,6 +19,7 @@ from memsaver_server.cli.connection import exit_code, print_error
 from memsaver_server.cli.options import ExitCode, Interval, Json, Options, Tags, grouped
 from memsaver_server.cli.request_options import FleetRelease, FleetResume, Selector
 from memsaver_server.cli.tables import all_answer, fleet_result_view, fleet_status_view, make_console, plain, show
+from memsaver_server.missing_package import missing_package
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -113,8 +114,6 @@ def _coordinating(at: Members, record: str | None = None) -> Iterator[Fleet]:
 
         membership = membership_of(at.members)
     except ModuleNotFoundError as error:
-        from memsaver_server.missing_package import missing_package
-
         raise typer.BadParameter(missing_package(error, "fleet")) from None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -17,18 +17,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from memsaver_server.cli import tables
 from memsaver_server.cli.connection import connected, exit_code_for
 from memsaver_server.cli.options import Connection, ExitCode, Interval, Json, grouped
-from memsaver_server.cli.tables import (
-    Cell,
-    all_answer,
-    make_console,
-    plain,
-    progress_line,
-    state_text,
-    status_view,
-    table_of,
-)
 from memsaver_server.cli.units import format_bytes, format_delta, format_seconds
 from memsaver_server.client.errors import ClientError, error_for
 
@@ -57,7 +48,7 @@ def watch(
 
     With --json each event is a line of JSON.
     """
-    console = make_console()
+    console = tables.make_console()
     with connected(connection, as_json=as_json) as client:
         try:
             if operation_id:
@@ -71,11 +62,11 @@ def watch(
 @grouped
 def top(connection: Connection, interval: Interval = 1.0) -> None:
     """Show devices, tags and the latest operations, updated each second until Ctrl-C; once if piped."""
-    console = make_console()
+    console = tables.make_console()
     with connected(connection) as client:
         if not console.is_terminal:
             console.print(_overview(client))
-            raise typer.Exit(ExitCode.OK if all_answer(client.occupation()) else ExitCode.UNREACHABLE)
+            raise typer.Exit(ExitCode.OK if tables.all_answer(client.occupation()) else ExitCode.UNREACHABLE)
         try:
             with Live(_overview(client), console=console, screen=True, auto_refresh=False) as live:
                 while True:
@@ -105,13 +96,13 @@ def _follow(client: Client, operation_id: str, console: Console, as_json: bool) 
     about = client.operation(operation_id)
     asked = "all tags" if about.tags is None else " ".join(about.tags)
     head = (f"{about.operation} {operation_id}", "bold")
-    console.print(Text.assemble(head, "  ", plain(asked), "  ", plain(about.client)))
+    console.print(Text.assemble(head, "  ", tables.plain(asked), "  ", tables.plain(about.client)))
     with console.status("") as spinner:
         for event in client.events(operation_id):
             if event.name == "phase":
                 spinner.update(f"{event.data['name']} ...")
             elif event.name == "progress":
-                spinner.update(progress_line(ProgressAnswer.model_validate(event.data)))
+                spinner.update(tables.progress_line(ProgressAnswer.model_validate(event.data)))
             elif event.name == "stalled":
                 stall = Stall.model_validate(event.data)
                 spinner.update(f"{stall.phase}: no progress for {format_seconds(stall.seconds)}")
@@ -142,7 +133,7 @@ def _phase_line(phase: PhaseReport) -> Text:
 def outcome_view(operation: OperationStatusAnswer) -> Text:
     message = operation.answer.message if operation.answer else operation.status
     mark = "  ✓ " if operation.status == "succeeded" else "  ✗ "
-    return Text.assemble((mark, state_text(operation.status).style), plain(message))
+    return Text.assemble((mark, tables.state_text(operation.status).style), tables.plain(message))
 
 
 def _overview(client: Client) -> RenderableType:
@@ -153,7 +144,7 @@ def _overview(client: Client) -> RenderableType:
         bar = ProgressBar(device.total_bytes or 1, device.used_bytes, width=40)
         share = f"{format_bytes(device.used_bytes)} of {format_bytes(device.total_bytes)}"
         parts.append(_line(f"device {device.index}", bar, share))
-    parts.append(status_view(occupation))
+    parts.append(tables.status_view(occupation))
     running = next((one for one in operations if one.status in ("running", "prepared")), None)
     if running is not None:
         parts.append(_running_line(running))
@@ -164,10 +155,10 @@ def _overview(client: Client) -> RenderableType:
 
 def _running_line(operation: OperationStatusAnswer) -> RenderableType:
     progress = operation.progress
-    state = state_text("releasing" if operation.operation == "release" else "resuming")
+    state = tables.state_text("releasing" if operation.operation == "release" else "resuming")
     cells: list[RenderableType] = [state, Text(operation.phase or operation.status, style="bold")]
     if progress and progress.total_bytes:
-        cells += [ProgressBar(progress.total_bytes, progress.done_bytes, width=40), progress_line(progress)]
+        cells += [ProgressBar(progress.total_bytes, progress.done_bytes, width=40), tables.progress_line(progress)]
     return _line(*cells, format_seconds(operation.seconds))
 
 
@@ -178,11 +169,12 @@ def _line(*cells: RenderableType) -> Table:
 
 
 def _operations_table(operations: Iterable[OperationStatusAnswer]) -> Table:
-    def cells(one: OperationStatusAnswer) -> list[Cell]:
+    def cells(one: OperationStatusAnswer) -> list[tables.Cell]:
         tags, at = "all" if one.tags is None else " ".join(one.tags), datetime.fromtimestamp(one.created_at)
-        return [f"{at:%H:%M:%S}", one.operation, tags, state_text(one.status), format_seconds(one.seconds), one.client]
+        state, took = tables.state_text(one.status), format_seconds(one.seconds)
+        return [f"{at:%H:%M:%S}", one.operation, tags, state, took, one.client]
 
-    return table_of(["at", "operation", "tags", "outcome", ">time", "client"], map(cells, operations))
+    return tables.table_of(["at", "operation", "tags", "outcome", ">time", "client"], map(cells, operations))
 
 
 def until_ended(client: Client, start: Callable[[], AcceptedAnswer]) -> OperationAnswer:
@@ -233,7 +225,7 @@ def _interrupt_held() -> Iterator[None]:
 def _poll(client: Client, accepted: AcceptedAnswer) -> OperationAnswer:
     from memsaver_server.client import OperationAnswer
 
-    console = make_console(stderr=True)
+    console = tables.make_console(stderr=True)
     live = Live(console=console, transient=True, auto_refresh=False)
     draws_at, interval = time.monotonic() + _DRAWN_AFTER_S, _FIRST_S
     try:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from memsaver_server.address import DEFAULT_PORT
 from memsaver_server.cli.connection import print_error
 from memsaver_server.cli.options import ExitCode, Options
 from memsaver_server.log_output import LogStream, hold_standard_files
@@ -29,7 +30,7 @@ class Listening(Options):
     """Where a server listens: arguments of ``attach`` and ``serve_app``."""
 
     host: str = typer.Option("127.0.0.1", help="Address to serve on; any other than loopback needs MEMSAVER_API_KEY.")
-    port: int = typer.Option(30000, help="Port to serve on; 0 chooses a free one.", min=0, max=65535)
+    port: int = typer.Option(DEFAULT_PORT, help="Port to serve on; 0 chooses a free one.", min=0, max=65535)
     uds: Path | None = typer.Option(None, help="Serve on this Unix socket (mode 0600) instead.", show_default=False)
     ssl_keyfile: Path | None = typer.Option(
         None, help="Private key for HTTPS, if --ssl-certfile lacks it.", show_default=False
@@ -104,7 +105,7 @@ def end_at_once(*, failed: bool) -> None:
         os._exit(0)
 
 
-def settings_of(**given: str | bool | float | None) -> Settings:
+def settings_of(**given: Any) -> Settings:
     """Return the settings of the service, taken from ``given`` or the environment; check the core's, too. Raises
     ConfigurationError if one cannot be used."""
     from memsaver_core.settings import CoreSettings
@@ -112,8 +113,7 @@ def settings_of(**given: str | bool | float | None) -> Settings:
 
     warn_of_misspelt_variables()
     CoreSettings()
-    values: dict[str, Any] = {name: value for name, value in given.items() if value}
-    return Settings(**values)
+    return Settings(**{name: value for name, value in given.items() if value})
 
 
 #: The pipe into which the interpreter writes the number of each signal.

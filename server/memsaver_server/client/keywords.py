@@ -1,4 +1,4 @@
-"""The keyword arguments of the clients: fields of ``memsaver_core.contract.requests``, which describes them.
+"""Keyword arguments of the clients and of a fleet, which ``memsaver_core.contract.requests`` describes.
 
 Generated from the contract by .ci/generate.py; do not edit.
 """
@@ -45,3 +45,27 @@ class ResizeKvCacheKeywords(TypedDict, total=False):
     mode: Literal["wait", "preempt"] | None
     timeout_s: float | None
     wait_for_memory_s: float | None
+
+
+class FleetReleaseKeywords(TypedDict, total=False):
+    model: str | None
+    fleet_mode: Literal["all", "best_effort"] | None
+    verify: Literal["token"] | None
+    restore: Mapping[str, str] | None
+    trim: bool | None
+    hibernate: bool | None
+    communicators: Literal["suspend", "keep"] | None
+    timeout_s: float | None
+    mode: Literal["all", "best_effort", "wait", "abort", "keep"] | None
+    drain: Literal["wait", "abort", "keep"] | None
+
+
+class FleetResumeKeywords(TypedDict, total=False):
+    model: str | None
+    fleet_mode: Literal["all", "best_effort"] | None
+    verify: Literal["token"] | None
+    wait_for_memory_s: float | None
+    weights_version: str | None
+    kv_cache: Literal["whole", "shrink"] | None
+    timeout_s: float | None
+    mode: Literal["all", "best_effort"] | None

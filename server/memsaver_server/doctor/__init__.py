@@ -13,20 +13,20 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from memsaver_server.address import DEFAULT_PORT
 from memsaver_server.missing_package import missing_package
 from memsaver_server.port_holders import port_holders
 
 _MIN_TORCH = (2, 6)
 #: If none of these is installed, the client alone is.
 _SERVING = ("torch", "fastapi", "uvicorn", "prometheus_client")
-#: The default of memsaver serve.
-_PORT = 30000
 #: Characters of a key below which it is pointed out: 16 of the 64 that keys are commonly made of are 96 bits.
 _SHORT_KEY = 16
 #: What the account of a shared host device takes in /dev/shm.
@@ -197,17 +197,12 @@ def check_cuda_driver(machine: Machine) -> Finding:
         return Finding("CUDA driver", level, machine.cuda_error, remedy)
     number = ctypes.c_int()
     machine.cuda.cuDriverGetVersion(ctypes.byref(number))
-    found = f"{_driver_release()}CUDA {number.value // 1000}.{number.value % 1000 // 10}"
+    found = f"CUDA {number.value // 1000}.{number.value % 1000 // 10}"
+    with suppress(Exception):  # NVML is not needed
+        found = f"{_nvml().nvmlSystemGetDriverVersion()}, {found}"
     if number.value >= 11040:
         return Finding("CUDA driver", Level.OK, found)
     return Finding("CUDA driver", Level.BLOCKED, found, "update the driver: memsaver needs CUDA 11.4 or newer")
-
-
-def _driver_release() -> str:
-    try:
-        return f"{_nvml().nvmlSystemGetDriverVersion()}, "
-    except Exception:
-        return ""
 
 
 def _nvml() -> Any:
@@ -373,13 +368,13 @@ def check_key(machine: Machine) -> Finding:
 
 
 def check_port(machine: Machine) -> Finding:
-    subject, remedy = f"port {_PORT}", "serve on another one: memsaver serve --port N"
+    subject, remedy = f"port {DEFAULT_PORT}", "serve on another one: memsaver serve --port N"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", _PORT))
+            probe.bind(("127.0.0.1", DEFAULT_PORT))
         except OSError as error:
-            held = " and ".join(port_holders(_PORT)) or "a process of another user"
+            held = " and ".join(port_holders(DEFAULT_PORT)) or "a process of another user"
             return Finding(subject, Level.WARNING, f"{error.strerror}: {held} has it", remedy)
         return Finding(subject, Level.OK, "free on 127.0.0.1")
 

@@ -11,13 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from memsaver_core.contract.errors import (
-    BadRequestError,
-    DrainTimeoutError,
-    MemsaverError,
-    NotResidentError,
-    OutOfDeviceMemoryError,
-)
+from memsaver_core.contract import errors
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.reports import DeviceRoom, OperationReport, PlanAnswer, PlannedTag, ResizedReport, TagReport
 from memsaver_core.contract.requests import ResizeKvCache
@@ -86,7 +80,7 @@ class ElasticCache:
         blockers = list(general_blockers(now.status, request, now.running))
         try:
             self._lifecycle.check_resident(_TAGS)
-        except NotResidentError as released:
+        except errors.NotResidentError as released:
             blockers.append(str(released))
         more = (pages - cache.kept) * cache.page_bytes
         rooms = [
@@ -108,7 +102,7 @@ class ElasticCache:
         while True:
             try:
                 return resume()
-            except OutOfDeviceMemoryError as short:
+            except errors.OutOfDeviceMemoryError as short:
                 missing = short.needed_bytes - short.free_bytes
                 smaller = max(lowest, pages - max(fewer, math.ceil(missing / before.page_bytes)))
                 fewer *= 2  # memory comes in pieces: fewer pages may need as much
@@ -145,7 +139,7 @@ class ElasticCache:
         try:
             self._engine.limit_kv_cache(pages, 0.0)
             self._engine.resize_kv_cache(pages)
-        except MemsaverError:
+        except errors.MemsaverError:
             return False
         return True
 
@@ -163,7 +157,7 @@ class ElasticCache:
             move = partial(self._move, operation, log)
             try:
                 report, now = self._lifecycle.with_room(operation, log, request.wait_for_memory_s, partial(move, pages))
-            except OutOfDeviceMemoryError:
+            except errors.OutOfDeviceMemoryError:
                 if not limits:
                     raise
                 operation.move_later()  # the cache keeps its size, and may grow to the new limit by need
@@ -179,7 +173,7 @@ class ElasticCache:
             self._engine.limit_kv_cache(
                 pages, request.timeout_s or 0.0, request.mode, lambda: operation.cancelled_by is not None
             )
-        except DrainTimeoutError:
+        except errors.DrainTimeoutError:
             operation.check()
             raise
 
@@ -238,7 +232,7 @@ def _pages(asked: ResizeKvCache, now: CachePages) -> int:
     else:
         pages = math.ceil((asked.tokens or 0) / now.page_tokens)
     if not 1 <= pages <= now.total:
-        raise BadRequestError(
+        raise errors.BadRequestError(
             f"a KV cache of {pages} pages is impossible: a page takes {readable(now.page_bytes)}, and the largest "
             f"cache, with which the engine began, has {full}; the KV cache was not resized"
         )

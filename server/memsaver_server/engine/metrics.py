@@ -101,7 +101,8 @@ class EngineMetrics:
         now = self._lifecycle.snapshot()
         backup = now.status.host_backup
         devices = self._monitor.latest().devices
-        stall = now.running.stall() if now.running is not None else None
+        running = now.running
+        stall = running.stall() if running else None
         tags = {
             (tag.tag, state): getattr(tag, f"{state}_bytes")
             for tag in now.status.tags
@@ -115,7 +116,7 @@ class EngineMetrics:
         }
         help_text = "Content with a backup under each tag, and what these backups take: less if they are packed."
         yield gauges("memsaver_tag_backup_bytes", help_text, ["tag", "form"], kept)
-        lost = {(tag.tag,): float(tag.tag in now.unwritten) for tag in now.status.tags}
+        lost = {tag.tag: float(tag.tag in now.unwritten) for tag in now.status.tags}
         help_text = "1 while the content of a tag that a release discarded is not written again."
         yield gauges("memsaver_content_lost", help_text, ["tag"], lost)
         stays = {(f"{each.rank}", each.name): each.persistent_bytes for each in now.status.communicators}
@@ -124,32 +125,31 @@ class EngineMetrics:
         backups = {"memory": backup.bytes - backup.file_bytes, "file": backup.file_bytes}
         backups |= {"capacity": backup.capacity_bytes, "limit": backup.limit_bytes}
         help_text = "What backups take in host memory and in files, pinned memory allocated for them, and its limit."
-        yield gauges("memsaver_backup_bytes", help_text, ["kind"], {(kind,): size for kind, size in backups.items()})
+        yield gauges("memsaver_backup_bytes", help_text, ["kind"], backups)
         if (store := backup.shared_store) is not None:
             help_text = "The store of host memory that several processes use: blocks that this one holds, its share of "
             help_text += "them, blocks in use by any, and the store's memory and its limit."
             kinds = ("held", "share", "used", "total", "limit")
-            sizes = {(kind,): getattr(store, f"{kind}_bytes") for kind in kinds}
+            sizes = {kind: getattr(store, f"{kind}_bytes") for kind in kinds}
             yield gauges("memsaver_shared_store_bytes", help_text, ["kind"], sizes)
             help_text = "Processes that use the same store of host memory, this one included."
-            yield gauges("memsaver_shared_store_processes", help_text, ["store"], {(store.name,): store.processes})
+            yield gauges("memsaver_shared_store_processes", help_text, ["store"], {store.name: store.processes})
         if self._cache is not None:
             cache = self._cache.read(devices)
-            sizes = {(kind,): getattr(cache, f"{kind}_bytes") for kind in ("used", "smallest", "largest", "full")}
+            sizes = {kind: getattr(cache, f"{kind}_bytes") for kind in ("used", "smallest", "largest", "full")}
             help_text = "The KV cache: its size, what requests use of it, its sizes possible now, that at the start."
-            yield gauges("memsaver_kv_cache_bytes", help_text, ["kind"], {("size",): cache.bytes, **sizes})
+            yield gauges("memsaver_kv_cache_bytes", help_text, ["kind"], {"size": cache.bytes, **sizes})
         for kind, text in (("used", "Device memory in use by all processes."), ("total", "Memory of the device.")):
-            values = {(str(device.index),): getattr(device, f"{kind}_bytes") for device in devices}
+            values = {str(device.index): getattr(device, f"{kind}_bytes") for device in devices}
             yield gauges(f"memsaver_device_{kind}_bytes", text, ["device"], values)
-        alive = {(str(rank.rank),): float(rank.alive) for rank in now.status.ranks if rank.alive is not None}
+        alive = {str(rank.rank): float(rank.alive) for rank in now.status.ranks if rank.alive is not None}
         yield gauges("memsaver_rank_alive", "1 while the rank's process runs.", ["rank"], alive)
-        states = {(name,): float(name == now.state) for name in STATES}
+        states = {name: float(name == now.state) for name in STATES}
         yield gauges("memsaver_state", "1 for the state that the process is in.", ["state"], states)
         is_open = float(not now.closed_reason)
         yield GaugeMetricFamily("memsaver_admission_open", "1 while the engine accepts requests.", value=is_open)
-        stalls = {(now.running.request.operation, stall.phase): stall.seconds} if now.running and stall else {}
-        prepared = now.running if now.running is not None and now.running.status == "prepared" else None
-        leases = {(prepared.request.operation,): prepared.lease_left_s()} if prepared is not None else {}
+        stalls = {(running.request.operation, stall.phase): stall.seconds} if running and stall else {}
+        leases = {running.request.operation: running.lease_left_s()} if running and running.status == "prepared" else {}
         help_text = "How long an operation still waits for its commit; only while one is prepared."
         yield gauges("memsaver_lease_seconds", help_text, ["operation"], leases)
         help_text = "How long the operation in progress has made no progress; only while it is stalled."

@@ -23,20 +23,11 @@ from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.policies import keeps_all
 from memsaver_core.contract.requests import OPPOSITE, STATES, Selector
 from memsaver_server import clock
+from memsaver_server.fleet import record
 from memsaver_server.fleet.budget import groups_of
 from memsaver_server.fleet.connection import Coordinator, EngineFailure
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
-from memsaver_server.fleet.record import (
-    Keeper,
-    Outcome,
-    RecordError,
-    RunningStage,
-    Wanted,
-    tags_beside,
-    wish_for,
-    wishes_for,
-)
 
 logger = logging.getLogger("memsaver")
 
@@ -47,7 +38,7 @@ class Execution:
     def __init__(
         self,
         operation: FleetOperation,
-        keeper: Keeper,
+        keeper: record.Keeper,
         coordinator: Coordinator,
         report: Callable[[FleetOperation, str], None],
     ) -> None:
@@ -61,7 +52,7 @@ class Execution:
         self._prepared = {**operation.asked.sent(), "prepare": True, "lease_s": self._lease_s}
         self._report = partial(report, operation)
         self._noted = ""  # the key under which the record has it as running
-        self._wanted: Sequence[Wanted] = ()  # as the record had it when that was needed last
+        self._wanted: Sequence[record.Wanted] = ()  # in the record, when it was last read
 
     async def alone(self) -> None:
         """Carry it out on each engine by itself. Nothing was done if it raises RecordError."""
@@ -131,9 +122,9 @@ class Execution:
         """Restore every engine: abort what is prepared, move back what was moved."""
         self._report("roll_back")
         self._operation.how = "undone"
-        with suppress(RecordError):  # it still says committing: another coordinator fails, and undoes
+        with suppress(record.RecordError):  # it still says committing: another coordinator fails, and undoes
             await self._note("rolling_back")
-        with suppress(RecordError):
+        with suppress(record.RecordError):
             self._wanted = (await self._keeper.load()).wanted
         await asyncio.gather(*map(self._undo_one, self._parts))
         await self._look()
@@ -142,26 +133,27 @@ class Execution:
     # -- tags that no caller names -------------------------------------------------------------------------------------
 
     async def _name_tags(self) -> None:
-        """Add the tags that no caller names to a resume of the last ones that callers name. Raises RecordError."""
+        """If a resume is of the last tags that callers name, add those that no caller names. Raises RecordError."""
         tags = self._request.tags
         if self._request.operation != "resume" or not tags:
             return
         self._wanted = (await self._keeper.load()).wanted
         for part in self._parts:
             now = part.before or part.after
-            if now is not None and (beside := tags_beside(now, tags, wishes_for(part.member, self._wanted, now))):
+            wishes = record.wishes_for(part.member, self._wanted, now)
+            if now is not None and (beside := record.tags_beside(now, tags, wishes)):
                 part.named = (*tags, *beside)
 
     def _body(self, part: Part, body: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**body, "tags": list(part.named)} if part.named else body
 
-    def _wishes_for_unnamed(self) -> list[Wanted]:
+    def _wishes_for_unnamed(self) -> list[record.Wanted]:
         """A resume of some tags may bring back others with them. Return a wish for each such engine that has these
         others stay, also when a caller releases some of the named ones."""
         wish, named = self._operation.wish, self._request.tags
         if wish is None or wish.state != "resident" or not named:
             return []
-        wishes: list[Wanted] = []
+        wishes: list[record.Wanted] = []
         for part in self._parts:
             rows = part.answer.tags if part.answer is not None else ()
             if tags := tuple(row.tag for row in rows if row.resumed_bytes and row.tag not in named):
@@ -291,11 +283,11 @@ class Execution:
         request = self._request
         if request.operation == "release":
             return {"wait": True, "wait_for_memory_s": self._timeout_s}
-        wishes = wishes_for(part.member, self._wanted, part.after)  # without any, the regions' own policies count
+        wishes = record.wishes_for(part.member, self._wanted, part.after)  # without any, regions' own policies count
         options: dict[str, Any] = {}
         restore: dict[str, str] = {}
         for tag in part.after.tags if part.after else ():
-            wish = wish_for(tag.tag, wishes)
+            wish = record.wish_for(tag.tag, wishes)
             given = wish.options if tag.tag in tags and wish is not None and wish.state == "released" else {}
             options |= given
             policy = given.get("restore", {}).get(tag.tag, "")
@@ -320,34 +312,34 @@ class Execution:
     async def _look(self) -> None:
         await asyncio.gather(*(part.look() for part in self._parts))
 
-    def _wishes_for_the_rest(self) -> list[Wanted]:
+    def _wishes_for_the_rest(self) -> list[record.Wanted]:
         """Return wishes by which a reconciler undoes it on engines whose undo failed, or that do not answer. Tags whose
         wanted state is the former one already are left out, whatever the options of that wish."""
         verb, wish = self._request.operation, self._operation.wish
         assert wish is not None  # it is of mode ``all``
         back = wish.model_copy(update={"state": STATES[OPPOSITE[verb]], "options": {}, "until_asked": False})
-        rest: list[Wanted] = []
+        rest: list[record.Wanted] = []
         for part in (part for part in self._parts if part.is_stray(verb)):
-            wishes = wishes_for(part.member, self._wanted, part.after or part.before)
-            now = {tag: wish_for(tag, wishes) for tag in part.tags}
+            wishes = record.wishes_for(part.member, self._wanted, part.after or part.before)
+            now = {tag: record.wish_for(tag, wishes) for tag in part.tags}
             if tags := tuple(tag for tag, wish in now.items() if wish is None or wish.state != back.state):
                 rest.append(back.model_copy(update={"selector": Selector(names=(part.member.name,)), "tags": tags}))
         return rest
 
     # -- the record ----------------------------------------------------------------------------------------------------
 
-    async def _note(self, stage: RunningStage) -> None:
+    async def _note(self, stage: record.RunningStage) -> None:
         await self._keeper.running(self._operation.id, self._operation.as_running(stage))
         self._noted = self._key
 
-    async def _end(self, wish: Wanted | None = None, rest: Sequence[Wanted] = ()) -> None:
+    async def _end(self, wish: record.Wanted | None = None, rest: Sequence[record.Wanted] = ()) -> None:
         is_done = self._operation.how in ("done", "each") and not _failed(self._parts)
-        outcome: Outcome = "succeeded" if is_done else "failed"
+        outcome: record.Outcome = "succeeded" if is_done else "failed"
         if self._operation.how == "aborted" and self._operation.given_up.is_set():
             outcome = "cancelled"
         try:
             await self._keeper.ended(self._operation.id, self._operation.known(outcome), wish, rest, self._noted)
-        except RecordError:
+        except record.RecordError:
             # The engines are the truth, and the keeper writes it later.
             logger.exception("fleet operation %s has ended, but could not be recorded", self._operation.id)
 

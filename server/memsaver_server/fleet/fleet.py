@@ -27,9 +27,9 @@ from memsaver_core.contract.requests import (
     Selector,
     acts_of,
 )
+from memsaver_server.client.keywords import FleetReleaseKeywords, FleetResumeKeywords
 from memsaver_server.fleet.connection import Coordinator, EngineFailure
 from memsaver_server.fleet.execution import Execution
-from memsaver_server.fleet.keywords import FleetReleaseKeywords, FleetResumeKeywords
 from memsaver_server.fleet.locks import of_cache
 from memsaver_server.fleet.members import Member, Membership
 from memsaver_server.fleet.operation import FleetOperation
@@ -103,7 +103,7 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
         self.roster = Roster(membership, self._coordinator)
         self.hub = Hub(self.roster)
         self.history: History[FleetOperation] = History(_HISTORY)
-        #: Called with each operation that has ended, unless that only repeats a success.
+        #: Called with each operation that has ended, unless it only repeats one that succeeded.
         self.on_ended: Callable[[FleetOperation], None] = lambda _: None
         self._recovering = asyncio.Lock()
         self._left: dict[str, Running] | None = None  # what another coordinator had begun; None: not read yet
@@ -159,7 +159,7 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
         FleetError if none of this id runs, or it moves memory already."""
         running = self.history.get(operation_id)
         if running is None or running.task is None or running.has_ended:
-            raise FleetError(f"no operation {operation_id!r} of the fleet runs that could be cancelled")
+            raise FleetError(f"the fleet has no running operation {operation_id!r} that could be cancelled")
         if running.how != "aborted" or not running.table.allows(running.state, "cancel"):
             raise FleetError(f"operation {operation_id!r} moves memory already; do the opposite when it has ended")
         running.given_up.set()

@@ -21,30 +21,18 @@ from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import MemoryRequest, OnTags, Tagged, Verb
 from memsaver_core.contract.status import DeviceMemory, Status
 from memsaver_core.device_memory import read_again
-from memsaver_core.ranks.protocol import (
-    Answer,
-    GiveBackReserved,
-    HibernationStep,
-    Move,
-    MoveCommunicators,
-    Plan,
-    Prepare,
-    Request,
-    Reserve,
-    Resize,
-    WriteAsleep,
-)
+from memsaver_core.ranks import protocol
 from memsaver_core.release_resume import available_host_bytes
 from memsaver_server.ranks.group import SLOWEST_COPY, Channel, Deadlines, Group
 from memsaver_server.ranks.merging import merged_tags
 
 #: Something that every rank does; returns their answers.
-Act = Callable[[], list[Answer]]
+Act = Callable[[], list[protocol.Answer]]
 
 
 class Steps:
-    """Takes steps on every rank of ``group``, and adds their phases to ``log``: ``reports`` are the ranks',
-    ``failed_phase`` that of the first rank that failed, ``phase`` the one to report while no rank reports one."""
+    """Takes steps on every rank of ``group``, and adds their phases to ``log``. ``reports`` are those of the ranks,
+    ``failed_phase`` is where the first rank failed, ``phase`` the one to show while the ranks report none."""
 
     def __init__(self, group: Group, log: PhaseLog) -> None:
         self._group = group
@@ -54,12 +42,12 @@ class Steps:
         self.failed_phase = ""
         self.phase = Phase.PREPARE.value
 
-    def prepare(self, request: Request) -> dict[int, Plan]:
+    def prepare(self, request: protocol.Request) -> dict[int, protocol.Plan]:
         """Have every rank check the operation; raise MemsaverError if it is impossible. Nothing is changed."""
         self._group.step = "preparation"
         answers = self._group.ask(request, self._group.deadlines.prepare_s)
         self._check(answers)
-        return {rank: answer.plan or Plan() for rank, answer in zip(self._group.asked, answers, strict=True)}
+        return {rank: answer.plan or protocol.Plan() for rank, answer in zip(self._group.asked, answers, strict=True)}
 
     def take(self, name: str, phase: Phase, act: Act, undo: Act) -> None:
         """Have every rank do ``act``; ``name`` stands for this step in messages. If it fails on a rank, ``undo`` takes
@@ -82,7 +70,7 @@ class Steps:
         self.reports += reports
         self._log.add(self._group.devices.merged_phases(self._group.asked, reports))
 
-    def _check(self, answers: Sequence[Answer]) -> None:
+    def _check(self, answers: Sequence[protocol.Answer]) -> None:
         self.failed_phase = next((each.failure.phase for each in answers if each.failure is not None), "")
         self._group.check(answers)
 
@@ -167,7 +155,7 @@ class RankMemory(Group):
         def take(step: Literal["lend", "keep", "commit", "drop"]) -> None:
             self.step = f"update ({step})"
             try:
-                self.check(self.ask(WriteAsleep(step, tag, len(self.progress.seen) or 1), limit_s))
+                self.check(self.ask(protocol.WriteAsleep(step, tag, len(self.progress.seen) or 1), limit_s))
             finally:
                 self.step = ""
 
@@ -196,7 +184,7 @@ class RankMemory(Group):
         with self._operating("release", log) as steps, self.only(_dp_ranks_of(request)):
             plans = self._plans(steps, request)
             if self.hibernated:
-                again = Move("release", _awake(request, request.tags))
+                again = protocol.Move("release", _awake(request, request.tags))
                 steps.take("release", Phase.PAUSE, partial(self.ask, again), list)
             else:
                 self._release(steps, request, self._to_suspend(request, plans))
@@ -212,14 +200,14 @@ class RankMemory(Group):
             return self._merged_report("resume", (), log)
         memory = MemoryRequest(tags=request.tags)
         with self._operating("resume", log) as steps, self.only(_dp_ranks_of(request)):
-            plans = steps.prepare(Prepare("resume", memory))
+            plans = steps.prepare(protocol.Prepare("resume", memory))
             if self.hibernated:
                 self._take_hibernation(steps, "restore", Phase.WAKE, "checkpoint")
                 self._take_hibernation(steps, "unlock", Phase.UNLOCK, "lock")
             suspended = {each.name for plan in plans.values() for each in plan.communicators if each.suspended}
             with self._moving_communicators(steps, "resume", tuple(sorted(suspended))):
                 before = self.statuses
-                act = partial(self.ask, Move("resume", memory))
+                act = partial(self.ask, protocol.Move("resume", memory))
                 steps.take("resume", Phase.RESTORE, act, lambda: self._release_again(before))
         for tag in merged_tags(tag for report in steps.reports for tag in report.tags):
             if tag.resumed_bytes:
@@ -231,40 +219,40 @@ class RankMemory(Group):
         log = PhaseLog(read=self.read_devices)
         with self._operating("release", log) as steps, self.only(_dp_ranks_of(request)):
             self._to_suspend(request, self._plans(steps, request))
-            self._take_reservation(steps, Phase.CHECK, Reserve("release", request))
+            self._take_reservation(steps, Phase.CHECK, protocol.Reserve("release", request))
 
     def reserve(self, request: Tagged) -> None:
         """Take the device memory that a resume needs, on every rank or on none; raises as ``resume``."""
         log = PhaseLog(read=self.read_devices)
         with self._operating("resume", log) as steps, self.only(_dp_ranks_of(request)):
             memory = MemoryRequest(tags=request.tags)
-            steps.prepare(Prepare("resume", memory))
-            self._take_reservation(steps, Phase.RESERVE, Reserve("resume", memory))
+            steps.prepare(protocol.Prepare("resume", memory))
+            self._take_reservation(steps, Phase.RESERVE, protocol.Reserve("resume", memory))
 
-    def _take_reservation(self, steps: Steps, phase: Phase, request: Reserve) -> None:
+    def _take_reservation(self, steps: Steps, phase: Phase, request: protocol.Reserve) -> None:
         if not self.hibernated:
-            steps.take("reservation", phase, partial(self.ask, request), partial(self.ask, GiveBackReserved()))
+            steps.take("reservation", phase, partial(self.ask, request), partial(self.ask, protocol.GiveBackReserved()))
 
     def resize(self, pages: int, before: int) -> None:
         """Back only the first ``pages`` pages of the KV cache with memory, on every rank, or only the first ``before``
         as now. Raises as ``memsaver_core.resize`` and ``release``."""
         with self._operating("resume", PhaseLog(read=self.read_devices)) as steps:
-            undo = partial(self.ask, Resize(before))
-            steps.take("resize of the KV cache", Phase.RESERVE, partial(self.ask, Resize(pages)), undo)
+            undo = partial(self.ask, protocol.Resize(before))
+            steps.take("resize of the KV cache", Phase.RESERVE, partial(self.ask, protocol.Resize(pages)), undo)
 
     def give_back_reserved(self) -> None:
-        self.check(self.ask(GiveBackReserved()))
+        self.check(self.ask(protocol.GiveBackReserved()))
 
     @property
     def hibernated(self) -> bool:
         return any(status is not None and status.hibernated for status in self.statuses)
 
-    def release_awake(self, request: MemoryRequest) -> list[Answer]:
+    def release_awake(self, request: MemoryRequest) -> list[protocol.Answer]:
         """Release on every rank while none is hibernated. Overridden for vLLM, whose own sleep does it, or refuses."""
-        return self.ask(Move("release", request))
+        return self.ask(protocol.Move("release", request))
 
     def _release(self, steps: Steps, request: MemoryRequest, communicators: tuple[str, ...]) -> None:
-        """Kept content goes first: until something else is gone, all can be undone without loss."""
+        """Release kept content first: until other content is discarded, all can be undone without loss."""
         tags = [tag for tag in self.status().tags if tag.tag != COMMUNICATORS]
         tags = [tag for tag in tags if not request.tags or tag.tag in request.tags]
         kept = tuple(tag.tag for tag in tags if keeps_any(request.restore.get(tag.tag, tag.restore)))
@@ -296,8 +284,8 @@ class RankMemory(Group):
         name = f"{'suspend' if releasing else 'resume'} of communicators"
         phase = Phase.SUSPEND_COMMUNICATORS if releasing else Phase.RESUME_COMMUNICATORS
 
-        def move(verb: Verb, begin: bool = False) -> list[Answer]:
-            return self.ask(MoveCommunicators(verb, names, limit, begin), 1.5 * limit)
+        def move(verb: Verb, begin: bool = False) -> list[protocol.Answer]:
+            return self.ask(protocol.MoveCommunicators(verb, names, limit, begin), 1.5 * limit)
 
         if names:
             undo = partial(move, "resume" if releasing else "release")
@@ -308,21 +296,21 @@ class RankMemory(Group):
 
     def _take_hibernation(self, steps: Steps, step: _Step, phase: Phase, undo: _Step) -> None:
         def act(step: _Step) -> Act:
-            return partial(self.ask, HibernationStep(step), limit)
+            return partial(self.ask, protocol.HibernationStep(step), limit)
 
         limit = self.hibernation_limit_s()
         steps.take(step, phase, act(step), act(undo))
 
-    def _plans(self, steps: Steps, request: MemoryRequest) -> dict[int, Plan]:
+    def _plans(self, steps: Steps, request: MemoryRequest) -> dict[int, protocol.Plan]:
         """Return what a release would do; raise OutOfHostMemoryError if the host lacks memory for all ranks."""
-        plans = steps.prepare(Prepare("release", request))
+        plans = steps.prepare(protocol.Prepare("release", request))
         if self._shortage(plans) is not None:
-            plans = steps.prepare(Prepare("release", request, exact=True))
+            plans = steps.prepare(protocol.Prepare("release", request, exact=True))
             if (error := self._shortage(plans)) is not None:
                 raise error
         return plans
 
-    def _shortage(self, plans: Mapping[int, Plan]) -> errors.OutOfHostMemoryError | None:
+    def _shortage(self, plans: Mapping[int, protocol.Plan]) -> errors.OutOfHostMemoryError | None:
         """Return the error of a release by these plans; None if this host has enough memory for its ranks together.
 
         What is in a shared store is not counted: what the store lacks shows only while content is saved.
@@ -330,8 +318,7 @@ class RankMemory(Group):
         needed = 0
         for rank in self.progress.seen & plans.keys():
             status = self.statuses[rank]
-            if status is not None and status.host_backup.shared_store is None:
-                backup = status.host_backup
+            if status is not None and (backup := status.host_backup).shared_store is None:
                 growing = max(0, backup.target_bytes - backup.capacity_bytes)
                 needed += max(0, plans[rank].host_bytes_needed - backup.unused_bytes - growing)
         if needed == 0 or needed <= (free := available_host_bytes()):
@@ -343,7 +330,7 @@ class RankMemory(Group):
             free,
         )
 
-    def _to_suspend(self, request: MemoryRequest, plans: Mapping[int, Plan]) -> tuple[str, ...]:
+    def _to_suspend(self, request: MemoryRequest, plans: Mapping[int, protocol.Plan]) -> tuple[str, ...]:
         """Return the communicators that a release suspends; raise UnsupportedError if it cannot hibernate as asked."""
         names, reasons = _suspendable(plans)
         if request.hibernate:
@@ -359,18 +346,18 @@ class RankMemory(Group):
         """Return what each rank said, with its number if there are several."""
         return [f"rank {rank}: {each}" if self.several else each for rank, all_ in said.items() for each in all_]
 
-    def _resume_again(self, before: Sequence[Status | None], request: MemoryRequest) -> list[Answer]:
+    def _resume_again(self, before: Sequence[Status | None], request: MemoryRequest) -> list[protocol.Answer]:
         """Undo a release: resume what was released since ``before``, and nothing else."""
         tags = _changed(before, self.statuses)
         policies = {**{tag.tag: tag.restore for tag in self.status().tags}, **request.restore}
         self._lost.update(tag for tag in tags if not keeps_all(policies[tag]))
-        return self.ask(Move("resume", MemoryRequest(tags=tags))) if tags else []
+        return self.ask(protocol.Move("resume", MemoryRequest(tags=tags))) if tags else []
 
-    def _release_again(self, before: Sequence[Status | None]) -> list[Answer]:
+    def _release_again(self, before: Sequence[Status | None]) -> list[protocol.Answer]:
         """Undo a resume: release what was resumed since ``before``, under the policies of the release before it."""
         tags = _changed(self.statuses, before)
         restore = {tag: self._overrides[tag] for tag in tags if tag in self._overrides}
-        return self.ask(Move("release", MemoryRequest(tags=tags, restore=restore))) if tags else []
+        return self.ask(protocol.Move("release", MemoryRequest(tags=tags, restore=restore))) if tags else []
 
     @contextmanager
     def _operating(self, operation: Verb, log: PhaseLog) -> Iterator[Steps]:
@@ -415,7 +402,7 @@ def _dp_ranks_of(request: Tagged) -> tuple[int, ...]:
     return request.dp_ranks if isinstance(request, OnTags) else ()
 
 
-def _suspendable(plans: Mapping[int, Plan]) -> tuple[tuple[str, ...], list[str]]:
+def _suspendable(plans: Mapping[int, protocol.Plan]) -> tuple[tuple[str, ...], list[str]]:
     """Return the communicators that all of their ranks can suspend, sorted, and why each of the others stays.
 
     NCCL waits inside for every rank of a communicator, so all of them must agree before any of them begins.

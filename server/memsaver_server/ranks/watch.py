@@ -11,7 +11,7 @@ import os
 import selectors
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,31 +29,28 @@ class ProcessWatch:
     """Calls the method ``on_end(pid)`` from a separate thread for each of ``pids`` that ends, until it is garbage
     collected. Its ``pids`` are those that are watched: none without a thread."""
 
-    def __init__(self, pids: Iterable[int], on_end: Callable[[int], None]) -> None:
+    def __init__(self, pids: Collection[int], on_end: Callable[[int], None]) -> None:
         selector = selectors.DefaultSelector()
         stop = os.eventfd(0)
         selector.register(stop, selectors.EVENT_READ)
         finalizer = weakref.finalize(self, os.eventfd_write, stop, 1)
-        watched, ended = set(), []
-        for pid in pids:
-            if not Path(f"/proc/{pid}").exists():
-                ended.append(pid)
-                continue
-            watched.add(pid)
+        found = {pid for pid in pids if Path(f"/proc/{pid}").exists()}
+        for pid in found:
             with suppress(OSError):  # the kernel, a sandbox or a lack of descriptors may prevent it
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-        arguments = (selector, stop, set(watched), weakref.WeakMethod(on_end))
+        arguments = (selector, stop, set(found), weakref.WeakMethod(on_end))
         thread = threading.Thread(target=_watch, args=arguments, name="memsaver-watch", daemon=True)
         try:
             thread.start()
+            self.pids = frozenset(found)
         except RuntimeError as error:
             logger.warning("the engine's processes cannot be watched: %s", error)
             finalizer.detach()
             _close(selector)
-            watched = set()
-        self.pids = frozenset(watched)
-        for pid in ended:
-            on_end(pid)
+            self.pids = frozenset()
+        for pid in pids:
+            if pid not in found:
+                on_end(pid)
 
 
 def is_stopped(pid: int) -> bool:

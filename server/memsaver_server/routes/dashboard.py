@@ -21,11 +21,9 @@ from memsaver_server.http.requests import guard
 from memsaver_server.http.service import ControllerOf, event_stream
 
 _FOLDER = files("memsaver_server") / "dashboard"
-_TYPES = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "svg": "image/svg+xml"}
-#: The page's files and their media types.
-FILES = {
-    each.name: _TYPES.get(each.name.rpartition(".")[2], "text/javascript; charset=utf-8") for each in _FOLDER.iterdir()
-}
+_TYPES = {"html": "text/html", "css": "text/css", "svg": "image/svg+xml"}
+#: The page's files and their media types; a response adds the character set.
+FILES = {each.name: _TYPES.get(each.name.rpartition(".")[2], "text/javascript") for each in _FOLDER.iterdir()}
 HEADERS = {
     # Only this server's files and answers; no framing, against clickjacking.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "

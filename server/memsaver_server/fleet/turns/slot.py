@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 from memsaver_core.contract.status import discarded
@@ -68,7 +68,7 @@ class Slot:
         return size // max(1, len(self.gpus))
 
 
-def victims(slot: Slot, slots: Sequence[Slot]) -> list[Slot] | None:
+def victims(slot: Slot, slots: Collection[Slot]) -> list[Slot] | None:
     """Return the engines whose whole release makes room for ``slot``; None if even the release of all would not.
 
     Those without requests in flight come first, of those the one that has been idle longest.

@@ -248,7 +248,7 @@ class Turns:
         if self._observer.trouble:
             line.fail(NoTurnError(f"no memory can be moved now: {self._observer.trouble}", self._retry_after_s(slots)))
             return
-        room = {slot: victims(slot, list(self._slots.values())) for slot in asleep if not claimed & set(slot.gpus)}
+        room = {slot: victims(slot, self._slots.values()) for slot in asleep if not claimed & set(slot.gpus)}
         fits = {slot: chosen for slot, chosen in room.items() if chosen is not None}
         if not fits:
             if len(room) == len(asleep):
@@ -367,7 +367,7 @@ class Turns:
         tried = self._lines[slot.model].tried
         tried.add(slot.name)
         asleep = [each for each in self.models.get(slot.model, []) if each.state == "asleep" and not each.moving]
-        return any(each.name not in tried and victims(each, list(self._slots.values())) is not None for each in asleep)
+        return any(each.name not in tried and victims(each, self._slots.values()) is not None for each in asleep)
 
     # -- about engines -------------------------------------------------------------------------------------------------
 
@@ -396,5 +396,5 @@ def _shortage_of(slot: Slot) -> str:
     free = ", ".join(f"{size} on {gpu}" for gpu, size in slot.free.items())
     return (
         f"{slot.name} needs {need} bytes of each of its GPUs, and would not fit if all engines of the fleet there were "
-        f"released; free are {free}. Free memory that others hold there"
+        f"released; free bytes: {free}. Free memory that other processes hold there"
     )
