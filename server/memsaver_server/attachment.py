@@ -97,8 +97,8 @@ def attach(
 ) -> Attachment:
     """Serve ``engine`` from a thread of this process; return once requests are answered.
 
-    Installs no signal handler and configures no logging. Pins host memory for a release of everything in the
-    background, unless MEMSAVER_PREPARE_BACKUP is off.
+    Installs no signal handler and configures no logging. Unless MEMSAVER_PREPARE_BACKUP is off, a thread pins the host
+    memory that a release of everything needs.
 
     Args:
         host: the address to bind; any other than loopback needs a key.
@@ -141,7 +141,7 @@ def serve_app(
         lifespan="on",
         log_config=None,
         access_log=False,
-        # asyncio accepts so many connections in one iteration, and logs a traceback for each when file descriptors run
+        # How many connections asyncio accepts in one iteration. It logs a traceback for each when file descriptors run
         # out: more would delay a probe. The backlog of the socket itself is set in startup().
         backlog=ACCEPTED_AT_ONCE,
         timeout_graceful_shutdown=GRACE_S,

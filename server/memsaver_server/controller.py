@@ -61,7 +61,7 @@ class Answer:
         return cls({"success": False, "message": message, "error": about}, status, headers)
 
     def of_operation(self, **about: Any) -> Answer:
-        """Return this answer to a failed operation, with its status in the body: ``GET /operations/ID`` answers 200."""
+        """Return this error as an operation's answer: its status is in the body, as GET /operations/ID has 200."""
         error = {**self.body["error"], "status": self.status}
         return replace(self, body={**self.body, "error": error, **about})
 
@@ -80,7 +80,7 @@ class EngineState:
     name: str
     url: str
     state: str
-    asleep: bool  # it accepts no requests because memory is released or scheduling is paused
+    asleep: bool  # accepts no requests because memory is released or scheduling is paused
     released: tuple[str, ...]
     tags: frozenset[str]
 
@@ -90,9 +90,9 @@ class Models:
     """The pydantic models of the requests to a kind of controller, and of its answers.
 
     Attributes:
-        several: answers list engines.
-        selected: which engines a call is about.
-        failures: descriptions of further error statuses, by status.
+        several: it controls many engines, and answers list them.
+        selected: the fields by which a call selects engines.
+        failures: descriptions of error statuses that only this kind has, by status.
     """
 
     release: type[Release] = Release
@@ -120,7 +120,7 @@ class Controller(Protocol[OperationT]):
     """Use it in one event loop, except ``close``. Methods raise errors of the contract."""
 
     models: Models
-    operations: OperationQueue | History[OperationT]  # those that are remembered
+    operations: OperationQueue | History[OperationT]  # the remembered ones
     closing: threading.Event  # set by ``close``: streams end
     capabilities: frozenset[Capability]
     callers: CallerFigures

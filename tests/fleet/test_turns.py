@@ -374,7 +374,7 @@ def test_members_that_cannot_be_read_are_logged_in_a_sentence(
             assert refused.status_code == 503
             assert "no memory can be moved now: " in refused.json()["message"]
             assert tokens(http, "beta")
-        said = "the fleet cannot be looked at: "
+        said = "the states of the engines cannot be read: "
         logged = lambda: [each for each in caplog.records if each.message.startswith(said)]  # noqa: E731
         wait_until(logged)  # written by a thread
     assert [(each.exc_info, f"{path} is no list of members" in each.message) for each in logged()] == [(None, True)]

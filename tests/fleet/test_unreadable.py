@@ -82,9 +82,9 @@ def test_engines_are_as_they_are_all_the_same(
         path.write_text(text)
         wait_until(lambda: http.get("/readyz").status_code == 200)
         assert complete(http, "c")[0] == 404
-        wait_until(lambda: "the fleet can be looked at again" in caplog.messages)
+        wait_until(lambda: "the states of the engines can be read again" in caplog.messages)
         wait_until(lambda: memsaver(http, "status")[0] == 0)
-    assert caplog.messages.count("the fleet can be looked at again") == 1
+    assert caplog.messages.count("the states of the engines can be read again") == 1
 
 
 def test_trouble_of_the_fleet_alone_is_in_the_exit_code(sites: Sites, files: dict[str, Path]) -> None:

@@ -86,7 +86,7 @@ def size_of(text: str | None) -> int | None:
     try:
         count = None if text is None else parse_size(text)
         if count == 0:
-            raise ValueError(f"{text!r} is no memory; write for example 8GiB, 500MB or a number of bytes")
+            raise ValueError(f"{text!r} is not more than 0; write for example 8GiB, 500MB or a number of bytes")
         return count
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

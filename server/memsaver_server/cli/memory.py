@@ -54,7 +54,7 @@ def _operate(
     given: dict[str, Any],
     size: str | None = None,
 ) -> None:
-    """Carry an operation out on ``tags`` (its one positional argument, if it has any) as its options say."""
+    """Carry out an operation; ``tags`` are its positional arguments (none for a resize), ``given`` its options."""
     ways = {"run_async": "--async", "dry_run": "--dry-run", "prepare": "--prepare"}
     if len(both := [option for name, option in ways.items() if name in given]) > 1:
         raise typer.BadParameter(f"{both[0]} and {both[1]} exclude each other; leave one out")
@@ -126,11 +126,11 @@ def _size(text: str | None) -> dict[str, float]:
     try:
         return {"fraction": float(text[:-1]) / 100}
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no size; write for example 20GiB or 50%") from None
+        raise typer.BadParameter(f"{text!r} is not a size; write for example 20GiB or 50%") from None
 
 
 OperationId = Annotated[str, typer.Argument(help="The id that --prepare printed.")]
-Key = Annotated[str | None, typer.Option("--key", help="The key that was printed with it.", metavar="KEY")]
+Key = Annotated[str | None, typer.Option("--key", help="The key that --prepare printed with the id.", metavar="KEY")]
 
 
 @grouped
@@ -144,7 +144,7 @@ def commit(operation_id: OperationId, key: Key = None, *, connection: Connection
 def abort(
     operation_id: OperationId,
     key: Key = None,
-    force: Annotated[bool, typer.Option("--force", help="Also without the key of who has prepared it.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also without the key of who prepared it.")] = False,
     *,
     connection: Connection,
     as_json: Json = False,

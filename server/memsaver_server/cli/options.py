@@ -16,8 +16,8 @@ from memsaver_server.address import DEFAULT_URL
 
 
 class Options:
-    """A group of options: each annotated attribute whose value is a ``typer.Option`` is one. ``convert`` has functions
-    from what a user writes to what is meant, by option."""
+    """A group of options: each annotated attribute whose value is a ``typer.Option``. ``convert`` has, by option, the
+    function that makes the value that is meant of the one that a user writes."""
 
     convert: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
 

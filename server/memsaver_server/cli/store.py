@@ -31,7 +31,7 @@ Which = Annotated[str, typer.Argument(help="The model, or the beginning of an id
 @store.command()
 def keep(
     name: Name,
-    limit: Annotated[str, typer.Option(help="How much to keep: what was used last first.", metavar="SIZE")],
+    limit: Annotated[str, typer.Option(help="How much to keep: the weights that were used last.", metavar="SIZE")],
     store_limit: Annotated[
         str | None,
         typer.Option(
@@ -80,7 +80,7 @@ def list_weights(name: Name, as_json: Json = False) -> None:
 
 @store.command()
 def drop(name: Name, which: Which) -> None:
-    """Let no engine find these weights any more, and give their memory back once no engine uses them."""
+    """Hide these weights from engines that start later, and free their memory once no engine uses them."""
     _mark(name, which, "dropped")
 
 
@@ -88,7 +88,7 @@ def drop(name: Name, which: Which) -> None:
 def pin(
     name: Name,
     which: Which,
-    off: Annotated[bool, typer.Option("--off", help="Keep them like others again.")] = False,
+    off: Annotated[bool, typer.Option("--off", help="Undo it: keep them like all others.")] = False,
 ) -> None:
     """Keep these weights before all others, however long nobody uses them."""
     _mark(name, which, "unmarked" if off else "pinned")

@@ -55,7 +55,7 @@ class Target:
         self.operation_timeout_s = operation_timeout_s
 
     def verifies(self, verify: ssl.SSLContext | bool) -> ssl.SSLContext | bool:
-        """Return httpx's option of that name. Without HTTPS it loads no authorities, which takes 20 ms."""
+        """Return httpx's option ``verify``: False without HTTPS, since loading the authorities takes 20 ms."""
         return not self.address.startswith(("http://", "unix://")) and verify
 
     def options(self, call: Call) -> dict[str, Any]:

@@ -26,7 +26,7 @@ DRAIN_POLL_S = 0.05
 
 
 def never() -> bool:
-    """The caller of a drain does not give it up."""
+    """The default ``given_up`` of a drain: its caller never gives it up."""
     return False
 
 

@@ -160,7 +160,7 @@ class Admission:
         return reason
 
     def _hold(self) -> int:
-        """How many new requests may wait: those of a paused engine, and during a release if the operator set so."""
+        """Return how many new requests may wait: some while only a pause closes admission, or the operator says so."""
         status = self._memory.status()
         closed_otherwise = self._operation or released_tags(status) or self.unwritten(status)
         paused_only = (self._paused or self._pausing) and not closed_otherwise

@@ -7,7 +7,7 @@ directs the others. A row that is old is not counted: that engine ended, sleeps 
 A release leaves the cache with its smallest size, so that the engine comes back with little; then it grows to what it
 had, as far as there is memory. A resume that is short of memory all the same asks the others for it.
 
-A release also empties torch's cache. What an engine has used outside its regions before stays free for its next steps.
+A release also empties torch's cache. As much as an engine ever used outside its regions stays free for its next steps.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MORE, MORE_STEPS = 1.5, 4
 LACKS_S, KEEPS_S = 2.0, 30.0
 #: An engine that was seen without requests for so long wants only the lower bound of its cache, seconds.
 IDLE_S = 5.0
-#: The least change of size, as a part of the full cache, but at least a page; as much of the device stays free.
+#: The least change of size, as a part of the full cache, but at least a page; this much of the device stays free.
 STEP = 1 / 64
 
 _Size = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -145,7 +145,7 @@ class Balancer:
         wanted = wanted_bytes(cache, low, high, at - self._recomputed_at, at - self._used_at)
         if at < self._had_until:
             wanted = max(wanted, min(self._had, high, cache.full_bytes))
-        # An operation that has begun meanwhile may have changed the one or the other.
+        # An operation that began meanwhile may have changed the status or the devices.
         outside = min(outside_bytes(status, devices) for status in (before, self._lifecycle.memory.status()))
         if self._lifecycle.snapshot().running is not None:
             return

@@ -82,7 +82,7 @@ class EngineController(Controller[Operation]):
         self.lifecycle.fit_cache = None if self._cache is None else self._cache.fit
         self._metrics = EngineMetrics(self._monitor, self.lifecycle, self._cache, self.callers)
         self._id = uuid.uuid4().hex[:12]
-        self._held: dict[str, tuple[float, float]] = {}  # by coordinators: when each has asked first, and last
+        self._held: dict[str, tuple[float, float]] = {}  # by coordinator: when it asked first, and when last
         self._stall_loggers: dict[str, asyncio.Task[None]] = {}
         self._balancer: Balancer | None = None
         if bounds is not None and self._cache is not None:
@@ -162,7 +162,7 @@ class EngineController(Controller[Operation]):
             operation.commit(key)
         finally:
             if operation.request.prepare and (operation.committed or operation.cancelled_by is not None):
-                await self._reached(operation, operation.ended())  # when a caller is refused, all is undone
+                await self._reached(operation, operation.ended())  # so that all is undone when a caller is refused
 
     async def cancel(self, operation: Operation, by: str, key: str | None = None, *, force: bool = False) -> None:
         operation.check_owner(key, by if force else None)
@@ -220,8 +220,8 @@ class EngineController(Controller[Operation]):
         return self._cache
 
     def _holder(self, asker: str) -> str:
-        """Return the coordinator other than ``asker`` that asked last, unless that is too long ago. One that has asked
-        neither lately nor since ``asker`` asked first is the predecessor of ``asker``, and has ended."""
+        """Return the coordinator other than ``asker`` that asked last; empty if none did in the last ``HELD_S``. One
+        that asked neither in the last ``ASKS_S`` nor since ``asker`` first did is a predecessor that has ended."""
         now = clock.monotonic()
         since = max(now - HELD_S, min(now - ASKS_S, self._held.get(asker, (0.0, 0.0))[0]))
         others = ((last, name) for name, (_, last) in self._held.items() if name != asker and last > since)

@@ -166,7 +166,7 @@ class Lifecycle:
     def _drain(self, operation: Operation) -> None:
         """Drain the engine with the mode and the deadline that callers ask for now, and take the memory lock; a weight
         update counts as a request in flight. Raises DrainTimeoutError or OperationCancelledError."""
-        # Engines written for version 0.1 have no such parameter; their drains go on until they end by themselves.
+        # Engines written for version 0.1 have no parameter ``given_up``: nothing can end their drains early.
         can_give_up = "given_up" in inspect.signature(self._engine.drain).parameters
         while True:
             asked = operation.request
@@ -213,7 +213,7 @@ class Lifecycle:
             self._admission.reopen()
             raise
         try:
-            if not in_part:  # else it would stop the engines that serve
+            if not in_part:  # else the verification would stop the engines that serve
                 self._verification.after_resume(request, log, resumed=bool(released) or status.hibernated)
         finally:
             with log.phase(Phase.REOPEN):

@@ -48,8 +48,8 @@ class Verification:
                 self._expected = self._engine.verify_tokens()
 
     def after_resume(self, request: Resume, log: PhaseLog, *, resumed: bool) -> None:
-        """Compare the tokens if something was ``resumed`` and that is wanted; later, if not all is resident yet. Raise
-        VerificationError if they differ or cannot be computed: admission stays closed until they are equal."""
+        """Compare the tokens if something was ``resumed`` and this is asked for; while memory is released, leave it
+        to a later resume. Raise VerificationError if they differ or cannot be computed: admission stays closed."""
         expected = self._expected
         self._due = self._due or (resumed and expected is not None and self._is_asked(request))
         if not self._due or not self._resident or self._engine is None or expected is None:

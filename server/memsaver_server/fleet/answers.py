@@ -9,7 +9,7 @@ import httpx
 
 from memsaver_server.client.requests import read_json
 
-#: Of an answer that the coordinator itself reads, bytes at most.
+#: Size limit of an answer that the coordinator itself reads, bytes.
 MAX_BYTES = 4 << 20
 #: How long an answer may take from its first line to its end, if nothing else limits that, seconds.
 WHOLE_S = 10.0

@@ -186,9 +186,9 @@ class Observer:
 
     def _note(self, trouble: str, bug: Exception | None = None) -> None:
         if trouble and trouble != self.trouble:
-            logger.error("the fleet cannot be looked at: %s", trouble, exc_info=bug)
+            logger.error("the states of the engines cannot be read: %s", trouble, exc_info=bug)
         elif self.trouble and not trouble:
-            logger.warning("the fleet can be looked at again")
+            logger.warning("the states of the engines can be read again")
         self.trouble = trouble
 
 

@@ -53,7 +53,7 @@ class Reconciler:
         while True:
             going = asyncio.ensure_future(once())
             try:
-                # A call ends once silent engines answer or time out; the next call attends to the others meanwhile.
+                # A call ends once silent engines answer or time out; meanwhile the next call handles the others.
                 await asyncio.wait({going}, timeout=interval_s)
                 if going.done():
                     going.result()
@@ -70,14 +70,14 @@ class Reconciler:
             except Exception as error:
                 if str(error) != trouble:
                     bug = None if isinstance(error, FleetUnknownError) else error
-                    logger.error("the fleet cannot be reconciled now, which is tried again: %s", error, exc_info=bug)
+                    logger.error("the fleet cannot be reconciled now; trying again: %s", error, exc_info=bug)
                 trouble = str(error)
                 await asyncio.sleep(min(interval_s, AGAIN_S))
 
     def _end_late(self, going: asyncio.Future[object]) -> None:
         self._late.discard(going)
         if not going.cancelled() and (error := going.exception()) is not None:
-            logger.error("the fleet could not be reconciled, which is tried again: %s", error)
+            logger.error("the fleet could not be reconciled; trying again: %s", error)
 
     async def once(self) -> list[EngineResult]:
         """See ``AsyncFleet.reconcile``. Raises MembershipError or RecordError if the members or the record cannot be

@@ -43,7 +43,7 @@ class Wanted(Model):
         operation_id: the fleet's operation that wished it.
         client: who asked for that.
         until_asked: released only until the next request for its model.
-        order: the number of the operation that left it, among those that the record has noted.
+        order: what the record's count ``noted`` was when the operation was noted.
     """
 
     selector: Selector
@@ -92,7 +92,7 @@ class Known(Model):
     verb: OperationName
     outcome: Outcome  # ``begun``: one in mode ``best_effort`` whose coordinator ended first; a repeat carries it out
     at: FiniteFloat  # seconds since the epoch
-    order: int = 0  # as in ``Wanted``: says what came later, also after a clock was put back
+    order: int = 0  # as in ``Wanted``; unlike ``at`` it is right also after a clock was put back
     resized: Selector | None = None  # the engines whose KV cache it limits
 
 
@@ -113,7 +113,7 @@ class Running(Model):
 
     stage: RunningStage
     wanted: Wanted
-    sent: Mapping[str, Any] | None = None  # None: by an earlier version, which noted no more than the wish
+    sent: Mapping[str, Any] | None = None  # None: written by an earlier version, which noted only the wish
     key: str = ""
     digest: str = ""  # of the request
     engines: dict[str, Prepared]
@@ -141,7 +141,7 @@ class RecordContent(Model):
 
     def is_overtaken(self, operation_id: str, tags: Sequence[str], members: Iterable[Described]) -> bool:
         """Return whether a later operation concerns one of these members: for a resize another resize, else one that
-        has left a wish about one of ``tags``; none means all."""
+        has left a wish about one of ``tags``; no tags: about any."""
         known = self.ids[operation_id]
         if known.resized is not None:
             resizes = [each for each in self.ids.values() if each.order > known.order]

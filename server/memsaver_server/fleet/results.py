@@ -58,7 +58,7 @@ class EngineResult(Model):
 
     name: str
     url: str
-    success: bool = Field(description="It is as asked. False as well if it was undone together with the others.")
+    success: bool = Field(description="The engine did it. False also if it was undone because another engine failed.")
     state: str = Field(description="resident, released, mixed, failed, prepared; or unknown if it does not answer.")
     operation_id: str = Field(default="", description="The engine's own operation, if one was started.")
     seconds: float = 0.0
@@ -135,8 +135,8 @@ class EngineStatus(MemberRow):
 
 
 def serves_nothing(now: OccupationAnswer, demanded: str | None) -> tuple[str, str]:
-    """Return the kind of error and why an engine serves no request although it answers, and all its memory is resident
-    or it has failed. Both are empty if it may."""
+    """Return the kind of error and the reason for which an engine that answers serves no request: it has failed, or all
+    its memory is resident but holds the wrong content. Both are empty if it may serve."""
     if now.state == "failed":
         kind, why = EngineFailedError.kind, has_failed(now)
     elif now.lost and now.state == "resident" and not now.hibernated:
@@ -211,7 +211,7 @@ class FleetOccupationAnswer(FleetOccupation):
 
 
 class CallRow(Model):
-    """What one engine answered. ``status`` is 0 if it did not, or what it did cannot be read."""
+    """What one engine answered. ``status`` is 0 if no answer came, or one that cannot be read."""
 
     name: str
     url: str

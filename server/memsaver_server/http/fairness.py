@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 #: Requests that proceed in one iteration of the event loop.
 REQUESTS_PER_ITERATION = 2
 PROBES = frozenset({"/livez", "/health", "/readyz", "/metrics"})
-#: Of requests. Without a valid key, they are ``signed`` if they have a signature, valid or not, else ``unknown``.
+#: The kinds of requests. Without a valid key, one is ``signed`` if it has a signature, valid or not, else ``unknown``.
 Kind = Literal["reads", "changes", "signed", "unknown"]
 
 

@@ -65,7 +65,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower()).rstrip("s")
 
 
-#: Our names of fields that select engines in other services, for requests that have them.
+#: What callers may write, as ``_plain`` returns it, for the fields by which we select engines.
 _MEANT = {"modelname": "model", **{_plain(name): f"selector.{name}" for name in Selector.model_fields}}
 
 

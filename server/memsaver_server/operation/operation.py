@@ -68,7 +68,7 @@ class Operation:
     table: Table
     #: The Idempotency-Key of the first call, or None. With ``prepare``, this key proves who the owner is.
     key: str | None = field(default=None, repr=False)
-    memory: Moved | None = None  # what it moves, if this process knows
+    memory: Moved | None = None  # what it moves; None for an operation of a fleet, and for one that is forgotten
     phase_timeout_s: float = math.inf  # seconds without progress after which a phase counts as stalled
     #: Guards the fields below; a queue's operations share it. Its holder takes no other lock of the service.
     changed: threading.Condition = field(default_factory=threading.Condition)

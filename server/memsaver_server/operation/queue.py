@@ -108,7 +108,7 @@ class OperationQueue:
         return ended
 
     def _join_equal(self, request: Asked, key: str | None, client: str) -> Operation | None:
-        """Join the operation that leaves what ``request`` asks for, if no later one changes that; return it."""
+        """Join and return the operation that does what ``request`` asks for, unless a later one would undo that."""
         for other, _ in reversed(self._pending):
             if other.is_shared_with(key, client) and other.join(request):
                 return other

@@ -40,8 +40,8 @@ class Table:
         self.first = next(iter(statuses))
         self._next = {(state, row.event): row.to or state for row in rows for state in row.states.split()}
         states = {name for key, to in self._next.items() for name in (key[0], to) if isinstance(name, str)}
-        assert states == set(statuses), "the rows are about other states"
-        assert len(self._next) == sum(len(row.states.split()) for row in rows), "two rows are about the same"
+        assert states == set(statuses), "the rows name other states than the statuses"
+        assert len(self._next) == sum(len(row.states.split()) for row in rows), "two rows have the same state and event"
 
     def allows(self, state: str, event: str) -> bool:
         """Whether the event moves an operation in this state, or leaves it there."""

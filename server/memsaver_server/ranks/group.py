@@ -55,9 +55,9 @@ class Deadlines:
 
 class Group:
     """The ranks behind ``channel``, in order, and other ``processes`` that the engine needs, by name; all are watched.
-    ``failure`` is why no operation is possible any more, ``step`` what the ranks do now; both may be empty. The ranks
-    may be those of several data-parallel engines, ``dp_ranks``, with equally many each; ``part`` then names the engines
-    whose ranks alone are asked; empty: all."""
+    ``failure`` is why no operation is possible any more, ``step`` what the ranks do now; both may be empty. If
+    ``dp_ranks`` names several data-parallel engines, each has the same number of ranks, and only the ranks of the
+    engines in ``part`` are asked; of all, if that is empty."""
 
     def __init__(
         self, channel: Channel, processes: Mapping[str, int], deadlines: Deadlines, dp_ranks: Sequence[int] = ()
@@ -198,12 +198,12 @@ class Group:
         return call.result()
 
     def check(self, answers: Sequence[Answer]) -> None:
-        """Raise the error of a rank, as the type that it was, with what others say besides."""
+        """Raise the error of a rank, with its type; the message also has what other ranks report."""
         pairs = zip(self.asked, answers, strict=False)  # an undo may have nothing to ask
         failures = {rank: answer.failure for rank, answer in pairs if answer.failure is not None}
         if not failures:
             return
-        # A rank that only waited for another one has a plain error.
+        # A rank that only waited for another one reports a plain MemsaverError: report that of the other one.
         first = min(failures, key=lambda rank: failures[rank].error == "MemsaverError")
         name = f"rank {first}: " if len(self._statuses) > 1 else ""
         error = failures[first].to_error(name, self._others(first, failures))
@@ -212,7 +212,7 @@ class Group:
         raise error
 
     def _others(self, first: int, failures: Mapping[int, Failure]) -> str:
-        """Return what ranks besides ``first`` say that is different."""
+        """Return the messages of other ranks that differ from that of ``first``."""
         said = {failures[first].message: first}
         for rank, failure in failures.items():
             said.setdefault(failure.message, rank)
@@ -220,10 +220,10 @@ class Group:
 
     def _late(self) -> str:
         late = ""
-        late_ranks = {rank: what for rank, what in self.progress.late().items() if rank in self.asked}
-        for rank, what in late_ranks.items():
-            stopped = is_stopped(self.ranks[rank].pid or 0)
-            late += f"; {self.name(rank)} {what}{', because a signal or a debugger has stopped it' if stopped else ''}"
+        for rank, what in self.progress.late().items():
+            if rank in self.asked:
+                why = ", because a signal or a debugger has stopped it" if is_stopped(self.ranks[rank].pid or 0) else ""
+                late += f"; {self.name(rank)} {what}{why}"
         return late
 
     def _note_end(self, pid: int) -> None:

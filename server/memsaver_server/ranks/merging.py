@@ -34,13 +34,11 @@ class RankDevices:
             self._numbers.append(numbers)
 
     def number(self, rank: int, index: int) -> int:
-        """Return the group's number of the device that ``rank`` calls ``index``; ``index`` itself if the rank has not
-        introduced that device."""
+        """Return the group's number of the device that ``rank`` calls ``index``; ``index`` if it is not introduced."""
         return self._numbers[rank].get(index, index)
 
     def note(self, rank: int, devices: Iterable[DeviceDelta]) -> None:
-        """Note what ``rank`` counted on the devices that it introduced; this is used where this process cannot read the
-        device."""
+        """Note what ``rank`` counted on devices that it introduced; used where this process cannot read them."""
         for device in devices:
             if (number := self._numbers[rank].get(device.index)) is not None:
                 used = {"used_bytes": device.used_after_bytes}

@@ -16,7 +16,7 @@ from memsaver_server.http.service import ControllerOf, response_of
 
 _UNWELL: Responses = {
     **failures(only=(401,)),
-    503: {"model": HealthAnswer, "description": "It is not; ``reason`` says why."},
+    503: {"model": HealthAnswer, "description": "Not alive, not ready or no token; ``reason`` says why."},
 }
 
 

@@ -38,8 +38,7 @@ class ParkedEngine(MemoryStatusAnswer):
 
 
 class FleetMemoryStatusAnswer(MemoryStatusAnswer):
-    """The state of all engines in TensorRT-LLM's words, ``mixed`` if they differ, or empty without engines; and the
-    tags released on any of them."""
+    """The state of all engines in TensorRT-LLM's words, ``mixed``, or empty without engines; tags released on any."""
 
     engines: list[ParkedEngine]
 
@@ -105,7 +104,7 @@ def router(models: Models) -> APIRouter:
             {"name": row.name, "url": row.url, "state": STATES.get(row.state, row.state), "parked_tags": row.released}
             for row in await controller.rows(None)
         ]
-        states = {row["state"] for row in rows}
+        states = {str(row["state"]) for row in rows}
         parked = sorted({tag for row in rows for tag in row["parked_tags"]})
         about = {"engines": rows} if models.several else {}
         return {"state": "mixed" if len(states) > 1 else "".join(states), "parked_tags": parked, **about}

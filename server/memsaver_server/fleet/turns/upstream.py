@@ -14,7 +14,7 @@ from memsaver_server.client.requests import Target
 
 #: Time limit of connecting to an engine, seconds. Generating has none.
 CONNECT_S = 10.0
-#: How long a connection waits for the next request, seconds: less than in a server, whose close may cross a request.
+#: How long a connection waits for the next request, seconds: less than servers do, whose close could cross a request.
 IDLE_S = 2.0
 #: An address that is unused for so long may be gone: its connections are closed once a new address is used, seconds.
 UNUSED_S = 60.0
@@ -23,9 +23,9 @@ _HOP = {
     *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
     *("te", "trailer", "transfer-encoding", "upgrade"),
 }
-#: Of a request: made anew for the engine, or about the page that sent it, which the coordinator has checked.
+#: Headers of a request that are made anew for the engine, or are about the page that sent it, which was checked.
 _OWN = {"authorization", "content-length", "cookie", "expect", "host", "origin", "referer"}
-#: Of an answer: the coordinator's server adds its own.
+#: Headers of an answer that are dropped: the coordinator's server adds its own.
 _SERVER = {"date", "server"}
 
 Headers = list[tuple[bytes, bytes]]
@@ -111,6 +111,6 @@ def _without(headers: Iterable[tuple[bytes, bytes]], left_out: set[str]) -> Head
 def answer_headers(headers: httpx.Headers, engine: str) -> Headers:
     """Return the headers of an engine's answer that the client gets, and the engine's name."""
     kept = _without(headers.raw, _SERVER)
-    # No other letters may be in a header.
+    # A header may have only printable characters of Latin-1.
     shown = "".join(letter if letter.isprintable() else "?" for letter in engine.strip())
     return [*kept, (b"x-memsaver-engine", shown.encode("latin-1", "replace"))]
