@@ -22,8 +22,9 @@ from memsaver_server.reference.scheduler import Scheduler
 
 class TransformersEngine(Scheduler):
     """Implements ``GeneratingEngine``, ``UpdatableEngine`` and ``VerifiableEngine`` by transformers, with weights, KV
-    cache, graphs and workspaces in regions. The interpreter's exit closes it, too. If there are several ranks, this
-    process is rank 0 and starts the others, and ``memory`` is that of all; else it is a ``ResizableEngine``, too."""
+    cache, graphs and workspaces in regions. It is also closed when the interpreter exits. With several ranks, this
+    process is rank 0 and starts the others, and ``memory`` is that of all ranks. With one, it is a ``ResizableEngine``.
+    """
 
     name = "transformers"
     updates_asleep = True
@@ -87,16 +88,16 @@ class TransformersEngine(Scheduler):
         flush_cache: bool = True,
         abort_all_requests: bool = False,
     ) -> int:
-        """As above, with one payload for all ranks: base64 of a **safetensors** image of whole tensors. The pickles
+        """As from disk, with one payload for all ranks: base64 of a **safetensors** image of whole tensors. The pickles
         that SGLang's clients send are refused: reading one runs code of its sender."""
         return self._update(flush_cache, abort_all_requests, payload=serialized_named_tensors, load_format=load_format)
 
     def submit(self, request: dict[str, Any]) -> Future[Request]:
-        """Queue a request, see `generate`, from any thread. Cancelling the future ends the request."""
+        """Queue a request for ``generate``, from any thread. Cancelling the future ends the request."""
         return self.enqueue(self._parse(request))
 
     def generate_sync(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Serve a request, see `generate`, without an event loop."""
+        """As ``generate``, without an event loop."""
         return self._answer(self.submit(request).result())
 
     def describe(self) -> dict[str, Any]:
@@ -111,12 +112,12 @@ class TransformersEngine(Scheduler):
         }
 
     def end_waits(self) -> None:
-        """Kill the other ranks, which ends every wait for them. From any thread; only `close` may follow."""
+        """Kill the other ranks, which ends every wait for them. From any thread. After it, only call ``close``."""
         if self._group is not None:
             self._group.kill("the engine was shut down")
 
     def close(self) -> None:
-        """Stop the scheduler, end the other ranks and free all device memory. Requests in flight fail. Idempotent."""
+        """Stop the scheduler, end the other ranks and free device memory. Requests in flight fail. Idempotent."""
         if self._group is not None:
             self.memory.close()
         super().close()

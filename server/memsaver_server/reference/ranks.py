@@ -10,7 +10,6 @@ import ctypes
 import logging
 import os
 import pickle
-import select
 import shutil
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from memsaver_core.contract.errors import MemsaverError
 from memsaver_core.ranks.connection import SocketChannel, serve
 from memsaver_core.ranks.protocol import Plain
 from memsaver_core.ranks.rank import Rank
-from memsaver_core.rendezvous import Listener, started
+from memsaver_core.rendezvous import Listener, settle, started
 from memsaver_server.ranks import RankMemory
 from memsaver_server.ranks.watch import ProcessWatch, is_stopped
 from memsaver_server.reference import PYTHON
@@ -49,9 +49,9 @@ END_S = 10.0
 _EXPLAIN_S = 0.5
 #: Interval at which the time limits are checked, seconds.
 _LOOK_S = 1.0
-#: Switched off unless the environment sets them: a captured graph hangs if NCCL has registered memory of it that was
-#: remapped since; a process with NVLS memory cannot be checkpointed; torch's monitors end a process that waits for a
-#: rank or is hibernated.
+#: Environment variables that are 0 unless they are set. A captured graph hangs after a resume if NCCL has registered
+#: its memory; a process with NVLS memory cannot be checkpointed; torch's monitors end a process that waits for a rank
+#: or is hibernated.
 _OFF = ("NCCL_GRAPH_REGISTER", "NCCL_NVLS_ENABLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 
 
@@ -85,15 +85,11 @@ class RankGroup:
         # rank was stopped while it had the file's lock, this whole process would stop, _look included.
         self._store = dist.FileStore(meeting, ranks)
         self._listener = Listener(ranks)
-        # Linux sends it when the thread that started the processes ends: only the main thread surely outlives them.
-        at_end = signal.SIGKILL if threading.current_thread() is threading.main_thread() else 0
-        what = pickle.dumps((self._listener.path, meeting, options, at_end)).hex()
-        self._processes = {  # they write to standard error alone: standard output belongs to the service
-            rank: subprocess.Popen([*PYTHON, "-m", __name__, what, str(rank)], stdin=subprocess.DEVNULL, stdout=2)
-            for rank in range(1, ranks)
-        }
+        what = pickle.dumps((self._listener.path, meeting, options)).hex()
+        processes: Future[dict[int, Any]] = Future()
+        start_thread("memsaver-rank-waits", partial(self._look, processes, what))
+        self._processes = processes.result()
         self._watch = ProcessWatch([process.pid for process in self._processes.values()], self._ended)
-        start_thread("memsaver-rank-waits", self._look)
 
     def make_runner(self) -> ModelRunner:
         """Return rank 0's runner once every other rank has made its own; raise as ``load``."""
@@ -175,8 +171,8 @@ class RankGroup:
 
     @contextmanager
     def _bounded(self, what: str) -> Iterator[None]:
-        """Fail, and kill the other ranks, if the block takes longer than its limit. Looks count the time: a clock would
-        count time in which this process itself was stopped."""
+        """Fail, and kill the other ranks, if the block takes longer than its limit. Time is counted in looks: a clock
+        would include time in which this process itself was stopped."""
         self._waits[what] = self._looks
         try:
             yield
@@ -203,7 +199,15 @@ class RankGroup:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         self._fail(f"{self._names([rank])} {how}")
 
-    def _look(self) -> None:
+    def _look(self, processes: Future[dict[int, Any]], what: str) -> None:
+        """Start the processes, which the kernel kills when this thread ends; check the time limits until then."""
+
+        def start() -> dict[int, Any]:  # they write to standard error alone: standard output belongs to the service
+            command = [*PYTHON, "-m", __name__, what]
+            ranks = range(1, self._options.tensor_parallel)
+            return {rank: subprocess.Popen([*command, str(rank)], stdin=subprocess.DEVNULL, stdout=2) for rank in ranks}
+
+        settle(processes, start)
         while not self._closed.wait(_LOOK_S):
             self._looks += 1
             for what, began in tuple(self._waits.items()):
@@ -278,23 +282,15 @@ def _in_group() -> bool:
 
 def main(pickled: str, number: str) -> None:
     """Make the runner of one rank, and call the methods that rank 0 sends until it closes the connection. Ends at once
-    with rank 0's process, even in the middle of a step; by the signal ``at_end``, if not 0, also while it is stopped.
-    """
-    path, meeting, options, at_end = pickle.loads(bytes.fromhex(pickled))
+    with rank 0's process, even in the middle of a step or while it is stopped."""
+    path, meeting, options = pickle.loads(bytes.fromhex(pickled))
     rank = int(number)
-    ctypes.CDLL(None).prctl(1, at_end)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the thread that started this process ends
     for ignored in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager: rank 0 ends this process
         signal.signal(ignored, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(os.getppid(),), name="memsaver-parent", daemon=True).start()
     _join(dist.FileStore(meeting, options.tensor_parallel), rank, options)
     serve(path, rank, _answer_for(ModelRunner(options, rank)))
     os._exit(0)  # the driver takes all memory back; torch would first wait for the other ranks
-
-
-def _end_with(parent: int) -> None:
-    with suppress(ProcessLookupError):
-        select.select([os.pidfd_open(parent)], [], [])
-    os._exit(1)
 
 
 if __name__ == "__main__":

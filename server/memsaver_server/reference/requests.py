@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memsaver_server.wrong_fields import wrong_fields
 
-#: Sampling parameters that this engine does not support, with their values that have no effect.
+#: Sampling parameters that this engine does not support, with the values that have no effect, which it accepts.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "min_p": (0,), "min_new_tokens": (0,), "frequency_penalty": (0,), "presence_penalty": (0,),
     "repetition_penalty": (1,), "stop": ("", []), "json_schema": (), "regex": (), "ebnf": (), "logit_bias": ({},),
@@ -56,8 +56,8 @@ class Sampling(BaseModel, frozen=True):
 @dataclass(eq=False)
 class Request:
     """A prompt and its output so far, together ``ids``. Once submitted, only the scheduler changes it. Its ``slot``
-    (-1: none) holds keys and values of the first ``cached`` ids; it held those of ``reused`` before the request came.
-    ``finish`` is SGLang's ``finish_reason``, or the error that answers it; None while it has not ended."""
+    (-1: none) holds keys and values of the first ``cached`` ids, of which an earlier request computed ``reused``.
+    ``finish`` is None until the request ends; then it is SGLang's ``finish_reason``, or the error to answer with."""
 
     prompt: list[int]
     sampling: Sampling

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import memsaver_core as ms
+from memsaver_core import process
 from memsaver_server.reference import weights
 from memsaver_server.reference.attention import Pair, SlotCache, distances
 from memsaver_server.reference.builtin_model import small_checkpoint
 
-#: The number of the spare slot, which no request gets. It is the first in memory.
+#: The spare slot, which no request gets. Slot ``n`` has the index ``n + 1`` in the cache, so this one is the first.
 _SPARE = -1
 
 #: Tokens to compute: the slot, the position of the first of them in it, and the tokens.
@@ -30,7 +32,7 @@ class Options:
 
     model: str | Path | None = None  # a checkpoint folder (config.json, safetensors); None: a small built-in Qwen2
     random_weights: str | Path | None = None  # a config.json to serve with random weights, instead of ``model``
-    #: Rank 0's; on CUDA the ranks have consecutive ones, on the host all the same. None: memsaver's first one.
+    #: Of rank 0; on CUDA the other ranks have the devices after it, on the host the same one. None: memsaver's first.
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None  # of weights and KV cache; None: the checkpoint's
     kv_cache_bytes: int | None = None  # of each rank; None: 1 GiB on a GPU, 64 MiB on the host
@@ -59,9 +61,9 @@ class Options:
 
 class ModelRunner:
     """A model, its slots, and the static inputs and outputs of its steps, each in its region. Prompts are computed in
-    chunks of one shape, next tokens in batches of a few shapes, padded with rows on a spare slot. On a CUDA device each
-    shape, (rows, tokens of each), is captured once, in ``graphs``. ``logits`` are those of each row's next token in the
-    last step. ``unwritten_weights`` names the parameters that no update has written since their content was discarded.
+    chunks of one shape, next tokens in batches of a few shapes, padded with rows on a spare slot. On a CUDA device
+    ``graphs`` has one for each shape: (rows, tokens of a row). After a step, ``logits`` has those of each row's next
+    token. ``unwritten_weights`` names parameters that were discarded, and that no update has written since.
 
     Only the thread that makes a runner may use it: regions apply to one thread, and so does a cuBLAS handle, whose
     workspace is in a region.
@@ -168,6 +170,9 @@ class ModelRunner:
     def close(self) -> None:
         self.graphs.clear()
         del self.model, self._cache, self._inputs, self._offsets, self.logits, self._likeliest
+        gc.collect()  # models have reference cycles
+        process.backend().forget_pools()
+        process.backend().empty_cache()
 
     def _step(self, shape: tuple[int, int]) -> None:
         """Compute the static outputs from the static inputs of ``shape``, by its graph if it has one."""

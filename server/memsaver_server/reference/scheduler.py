@@ -80,7 +80,7 @@ class SlotTable:
 class Scheduler(LimitedPages):
     """Continuous batching on one thread, which also makes the runner: the part of ``Engine`` that needs no model. An
     accepted request is in flight until it is answered, with or without a slot. After a drain nothing is computed until
-    admission opens: this is checked before every step, so that no step touches released memory."""
+    admission opens. Each step is preceded by a check of this, so that no step touches released memory."""
 
     def __init__(
         self, make_runner: Callable[[], ModelRunner], wait: Callable[[Future[ModelRunner]], object] = Future.result
@@ -88,7 +88,7 @@ class Scheduler(LimitedPages):
         """Start the thread and ``wait`` for its runner; raises what ``make_runner`` raises there, or NoThreadError."""
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
-        self._held: list[Request] = []  # until admission opens; a drain does not wait for them
+        self._held: list[Request] = []  # requests that wait for admission to open; a drain does not wait for them
         self._running: list[Request] = []
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._closed: str | None = None
@@ -193,7 +193,7 @@ class Scheduler(LimitedPages):
         return future.result()
 
     def forget_cache(self) -> None:
-        """Have requests in flight compute their lost or stale keys and values again. Only inside `call`."""
+        """Have requests in flight compute their keys and values again. Only inside ``call``."""
         with self._changed:
             self._slots.forget()
             for request in self._running:
@@ -282,14 +282,14 @@ class Scheduler(LimitedPages):
         ready.set_result(self.runner)
         with torch.no_grad():
             failure = self._loop()
-            if not hibernation.is_hibernated():  # while hibernated, close() would wait for a wake-up
-                self.runner.close()
         with self._changed:
             for request in (*self._in_flight(), *self._held):
                 request.finish = request.finish or failure
             self._sweep()
             for _, future in self._calls:
                 future.set_exception(EngineDeadError(f"the engine is dead: {failure}"))
+        if not hibernation.is_hibernated():  # while hibernated, close() would wait for a wake-up
+            self.runner.close()
 
     def _loop(self) -> BaseException:
         """Compute until the engine fails or is closed; return why."""

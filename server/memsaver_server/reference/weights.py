@@ -28,7 +28,7 @@ from memsaver_server.reference.attention import ATTENTION_NAME
 #: The types in which updates may carry weights; a cast from any other would give useless values.
 UPDATE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-#: Styles of a plan with which each rank holds the whole weight: of norms, and of an embedding that the output shares.
+#: Styles in a tensor-parallel plan that leave a weight whole on each rank: of norms, and of a tied embedding.
 _WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")
 
 
@@ -130,7 +130,7 @@ def load_config(path: Path) -> Any:
 
 def load_checkpoint(folder: Path, dtype: torch.dtype | None = None) -> Any:
     """Return the whole causal language model in ``folder``; raise ValueError if that has none that can be served. It is
-    in host memory: transformers loads tensors in other threads, to which a region does not apply."""
+    in host memory, because transformers loads tensors in other threads, to which a region does not apply."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not a checkpoint folder: it has no config.json")
     try:
@@ -171,9 +171,8 @@ def load_part(
         if seed is not None:
             fill_random(model, seed, partition)
             return
-        own = model.state_dict()
-        for name, whole in load_checkpoint(path, dtype).state_dict().items():
-            own[name].copy_(partition.part(name, whole))
+        whole = load_checkpoint(path, dtype).state_dict()
+        model.load_state_dict({name: partition.part(name, tensor) for name, tensor in whole.items()})
 
     if seed is None and (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(path))
@@ -196,15 +195,15 @@ def _ready(model: Any) -> Any:
 
 
 def fill_random(model: Any, seed: int, partition: Partition = WHOLE) -> None:
-    """Fill in seeded weights, large enough that greedy output varies: else, equal outputs would prove little. Each rank
-    draws the numbers of the whole model, and keeps those of its part."""
+    """Write seeded random weights. They are so large that greedy output varies: else equal outputs would prove little.
+    Each rank draws the numbers of the whole model, and keeps those of its part."""
     embedding = model.get_input_embeddings().weight
     generator = torch.Generator(embedding.device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             whole = parameter
             if name in partition.dims:
-                with ms.region("workspace"):  # where this memory is used again
+                with ms.region("workspace"):  # whose allocations reuse this memory later
                     whole = parameter.new_empty(partition.whole_shape(name, parameter))
             if parameter.dim() >= 2:
                 gain = 1.0 if parameter is embedding else 2.0
