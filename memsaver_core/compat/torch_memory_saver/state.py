@@ -21,11 +21,11 @@ from memsaver_core.contract.policies import ZEROED_TAGS
 
 logger = logging.getLogger("memsaver")
 
-#: How long memory is kept that no pause uses, seconds: longer than a training step.
+#: How long unused memory is kept, seconds: longer than a training step, so until the next pause.
 KEPT_FOR_S = 600.0
 #: How often it is checked that the host has plenty of memory, seconds.
 _EVERY_S = 1.0
-#: From here on memory is scarce: percent of the last 10 s in which some task waited for it (``some avg10``).
+#: From this value on memory is scarce: the percentage of the last 10 s in which a task waited for it (``some avg10``).
 _PRESSURE = 1.0
 _PRESSURE_FILE = Path("/proc/pressure/memory")
 
@@ -165,9 +165,8 @@ class State:
                     "TMS_INIT_ENABLE_CPU_BACKUP and TMS_INIT_ENABLE_DISK_BACKUP exclude each other"
                 )
             self.retaining = flag("TMS_RETAIN_CPU_BACKUP")
-            folder = os.environ.get("TMS_DISK_BACKUP_DIR")
             if process.enabled():
-                if folder:
+                if folder := os.environ.get("TMS_DISK_BACKUP_DIR"):
                     set_disk_folder(folder)
                 process.saver()
             self._initialized = True
@@ -194,8 +193,7 @@ class State:
             ms.resume(names)
         except UnknownTagError:
             return
-        saver = process.existing_saver()
-        if saver is None:
+        if (saver := process.existing_saver()) is None:
             return
         if self.retaining:
             self.retained_tags.update(names or saver.known_tags())

@@ -55,7 +55,7 @@ class BlockLimit(PageLimit):
         return [name for name in self._scheduler.requests if self._is_late(name)]
 
     def preempt(self) -> None:
-        """Have those that run of the ``late`` requests wait again, first in the queue. Output in flight is dropped."""
+        """Have the ``late`` requests that run wait again, first in the queue. Output in flight is dropped."""
         scheduler, now = self._scheduler, time.monotonic()
         drops = "drop_stale_output" in inspect.signature(scheduler._preempt_request).parameters
         for request in [each for each in reversed(scheduler.running) if self._is_late(each.request_id)]:

@@ -156,7 +156,7 @@ def _with_workspaces_of_stream(graph_capture: Function, *args: Any, **kwargs: An
 def _ready(compile_or_warm_up_model: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     result = compile_or_warm_up_model(self, *args, **kwargs)
     if ms.core_settings().kv_cache_piece and (nbytes := getattr(self, "peak_activation_memory", 0)):
-        # No cache that grows may take what vLLM's largest step needs: torch's cache has it from now on.
+        # Put what vLLM's largest step needs into torch's cache, so that a KV cache that grows cannot take it.
         torch.empty(nbytes, dtype=torch.uint8, device=self.device)
     ms.prepare_backup()  # all that a sleep keeps is allocated by now, so host memory for it can be pinned
     return result
@@ -214,7 +214,7 @@ _NOTES = ("_sleep_saved_buffers", "_sleep_rebuild_draft_metadata_buffers")
 
 
 class _WorkerRank(Rank):
-    """The worker of this process. A ``Move("release", ...)``, which only a hibernated one gets, bypasses sleep()."""
+    """The worker of this process. ``Move("release", ...)`` is sent to a hibernated one only, and bypasses ``sleep``."""
 
     worker: Any = None
 
@@ -222,7 +222,7 @@ class _WorkerRank(Rank):
         super().__init__()
         #: The result of the expected release; None until the worker was put to sleep.
         self._outcome: OperationReport | Failure | None = None
-        #: What the worker used of its notes, if the last message was a resume.
+        #: The notes that the worker used up in the last message, if that was a resume.
         self._used: dict[str, Any] = {}
 
     def enabled(self) -> bool:

@@ -1,11 +1,11 @@
-"""What a sleep does to the cache that a KV connector keeps elsewhere: in host memory, on disk.
+"""What a sleep does to the tier: the cache that a KV connector keeps elsewhere, in host memory or on disk.
 
-vLLM resets it in each sleep, since the hashes of its prefixes do not cover the weights, and vLLM cannot know whether
-these will be the same. Here they are, unless the sleep gives them up, or a call writes them: only then it is reset.
+vLLM resets the tier in each sleep: the hashes of its prefixes do not cover the weights, which may be others afterwards.
+With memsaver they are the same, unless the sleep discards them or a call writes them. Only then the tier is reset.
 
 A connector's stores, also those that are not submitted yet, count as work of vLLM's scheduler (``has_requests``). So a
-pause ends after them, none reads memory that has gone, and the cache stays whole without a flush. An engine core in the
-caller's process does not step by itself: its stores are carried out before it sleeps.
+pause ends after all stores, none reads memory that was released, and the tier needs no flush. An engine core in the
+caller's process does not step by itself: ``begin_sleep`` has it carry out its stores.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check_connector(core: Any) -> None:
 def begin_sleep(core: Any, level: int) -> None:
     """The core is about to sleep at ``level``: from now on its resets leave the tier alone if the weights stay."""
     setattr(core, _KEEPS, level == 1)
-    if _connector(core) is None or hasattr(core, "input_queue"):  # a core with a loop does so itself
+    if _connector(core) is None or hasattr(core, "input_queue"):  # a core with a loop steps by itself
         return
     while core.scheduler.has_requests() and not core.scheduler.has_unfinished_requests():
         core.step_fn()
@@ -63,15 +63,15 @@ def begin_sleep(core: Any, level: int) -> None:
 
 
 def end_sleep(core: Any) -> None:
-    """The core is asleep, or has failed to: its resets are vLLM's again."""
+    """The core is asleep, or could not fall asleep: its resets are vLLM's again."""
     setattr(core, _KEEPS, False)
 
 
 def reset_but_tier(
     reset_caches: Function, core: Any, reset_running_requests: bool = True, reset_connector: bool = True
 ) -> None:
-    """``EngineCore._reset_caches``. If stores are pending, or those of requests that have just ended are to come, the
-    tier is reset, too: they would store zeros."""
+    """``EngineCore._reset_caches``. Resets the tier, too, if stores are pending, or are still to come for requests that
+    have just ended: they would store zeros."""
     kept = getattr(core, _KEEPS, False) and _connector(core) is not None and not core.scheduler.has_requests()
     reset_caches(core, reset_running_requests, reset_connector and not kept)
 

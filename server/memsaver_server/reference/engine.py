@@ -22,9 +22,8 @@ from memsaver_server.reference.scheduler import Scheduler
 
 class TransformersEngine(Scheduler):
     """Implements ``GeneratingEngine``, ``UpdatableEngine`` and ``VerifiableEngine`` by transformers, with weights, KV
-    cache, graphs and workspaces in regions. It is also closed when the interpreter exits. With several ranks, this
-    process is rank 0 and starts the others, and ``memory`` is that of all ranks. With one, it is a ``ResizableEngine``.
-    """
+    cache, graphs and workspaces in regions. The interpreter closes it at its exit. With several ranks, this process is
+    rank 0 and starts the others, and ``memory`` is that of all; with one rank, this is a ``ResizableEngine``, too."""
 
     name = "transformers"
     updates_asleep = True

@@ -43,7 +43,7 @@ log = logging.getLogger("memsaver.engine")
 
 #: Time limits for what all ranks do together, seconds. Loading a large model takes minutes, a step milliseconds.
 LIMITS_S = {"load": 1800.0, "step": 60.0, "repair": 300.0, "update": 300.0}
-#: How long a rank's process may take to end by itself, seconds.
+#: How long to wait for the end of a rank's process or of this rank's load, seconds.
 END_S = 10.0
 #: After a step has failed: how long to wait for the end of another rank's process, which would explain it, seconds.
 _EXPLAIN_S = 0.5
@@ -159,12 +159,10 @@ class RankGroup:
         self._closed.set()
         self._listener.close()
         self._channel.close()
-        for rank, process in self._processes.items():
-            try:
+        for process in self._processes.values():
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                log.warning("rank %d (process %d) did not end and is killed", rank, process.pid)
-                process.kill()
         if self._aborting.acquire(timeout=END_S) and _in_group():  # not acquired: an abort still runs inside NCCL
             dist.destroy_process_group()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -113,8 +113,7 @@ class ModelRunner:
         with self._on_stream:
             self._inputs[batch, tokens].copy_(torch.tensor(inputs))
             self._step((batch, tokens))
-            likeliest: list[int] = self._likeliest[: len(rows)].tolist()
-            return likeliest
+            return list(self._likeliest[: len(rows)].tolist())
 
     def verify_tokens(self) -> list[int]:
         """Return the 8 tokens that follow a fixed prompt of less than a chunk. Uses the spare slot."""

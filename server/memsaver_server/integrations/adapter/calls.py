@@ -84,14 +84,13 @@ class NestedRequests:
             step: Callable[[Any], Any] = steps.send
             value: Any = None
             while True:
-                outer = self._current.get()
-                self._current.set(request)
+                token = self._current.set(request)
                 try:
                     item = step(value)
                 except StopIteration as end:
                     return end.value
                 finally:
-                    self._current.set(outer)
+                    self._current.reset(token)
                 try:
                     step, value = steps.send, (yield item)
                 except BaseException as error:

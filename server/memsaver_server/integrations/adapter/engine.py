@@ -116,16 +116,12 @@ class Topology:
 @dataclass(frozen=True)
 class Command:
     """A call of ``Scheduler``'s method ``name`` on every rank; with an empty name nothing is called: a barrier. Numbers
-    begin at 1; 0 is for commands that nobody waits for. The first rank of each replica ``rests`` after it."""
+    begin at 1; 0 is for commands that nobody waits for. If it ``rests``, the first rank of each replica then waits."""
 
     number: int
     name: str
     arguments: tuple[Any, ...] = ()
     rests: bool = False
-
-
-class GoOn:
-    """A message that lets a replica's first rank, which rests, continue."""
 
 
 class Scheduler(ABC):
@@ -333,7 +329,7 @@ class LeadingLoop(EventLoop):
         return future
 
     def send(self, request: Any) -> None:
-        """Have every rank process ``request``, which is one of the engine's own."""
+        """Have every rank process ``request``, one of the engine's own requests."""
         with self._sending:
             self._outgoing.append(request)
             self.relay(request)
@@ -371,7 +367,7 @@ class LeadingLoop(EventLoop):
             yield self.command("", over=over)
         finally:
             over.set()
-            self.relay(GoOn())
+            self.relay(None)
 
     def is_done(
         self, future: Future[Any], timeout_s: float = float("inf"), given_up: Callable[[], bool] = never
@@ -424,9 +420,9 @@ class ReplicaLoop(LeadingLoop):
         super().__init__(scheduler)
 
     def receive(self, message: Plain) -> None:
-        """Take what ``LeadingLoop.relay`` sent. Both processes belong to the same user, as does the socket."""
+        """Take what ``LeadingLoop.relay`` sent; None ends a rest. Both processes and the socket are the same user's."""
         item = pickle.loads(base64.b64decode(message["item"]))
-        if isinstance(item, GoOn):
+        if item is None:
             self._over.set()
             return
         if isinstance(item, Command) and item.rests:
@@ -483,6 +479,7 @@ class LoopEngine(LeadingLoop, Engine):
 
     scheduler_class: ClassVar[type[Scheduler]]
     _takes_calls = False
+    _messages: Any  # the engine's module of requests and answers
     _lifecycle: Lifecycle
     _settings: Settings
 
@@ -605,9 +602,10 @@ class LoopEngine(LeadingLoop, Engine):
 
     # In a thread for each call.
 
-    @abstractmethod
     def _answer(self, request: Any, error: BaseException | None) -> None:
         """Answer ``request``, which has failed with ``error``, or succeeded if that is None. From any thread."""
+        kind = getattr(self._messages, answer_to(request))
+        self._reply(request, kind(success=error is None, message=str(error or "")))
 
     @abstractmethod
     def _reply(self, request: Any, output: Any) -> None:
@@ -731,7 +729,7 @@ class SchedulerMemory(RankMemory):
         self.check(self._carry_out(name, *arguments))
 
     def in_flight(self) -> list[str]:
-        """Return the requests that are in flight on some rank, each in a separate iteration from now on."""
+        """Return the requests in flight on any rank, as each sees them in an iteration that begins after this call."""
         answers = self._carry_out("check_still")
         running: set[str] = set()
         for failure in (each.failure for each in answers if each.failure is not None):
@@ -756,7 +754,7 @@ class SchedulerMemory(RankMemory):
         with self._asking:
             self.raise_if_failed()
             if self.hibernated:
-                # Device calls block until the wake-up: a loop inside one could not rest. It has nothing to compute.
+                # Device calls block until the wake-up, and a loop inside one cannot rest. It has nothing to compute.
                 return operate()
             with self._failing_if_late(), self._loop.standstill() as number, self._asking_after(number):
                 return operate()

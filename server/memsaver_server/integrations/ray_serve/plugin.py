@@ -83,12 +83,10 @@ class AtomicSleepMixin:
         return await self.is_sleeping(body.model)
 
     async def _operate(self, asked: AskedOfFleet, model: str) -> JSONResponse:
-        options = {
-            **asked.model_dump(exclude_unset=True, exclude={"selector", "model"}),
-            "operation_id": uuid.uuid4().hex,
-        }
+        options = asked.model_dump(exclude_unset=True, exclude={"selector", "model"})
         call = getattr(coordinator(self.fleet), asked.operation)
-        result: FleetResult = await self._answer(call.remote(Selector(models=(model,)), options))
+        named = {**options, "operation_id": uuid.uuid4().hex}
+        result: FleetResult = await self._answer(call.remote(Selector(models=(model,)), named))
         return JSONResponse(result.model_dump(mode="json"), 200 if result.success else 503)
 
     async def _answer(self, answer: Any) -> Any:

@@ -54,12 +54,12 @@ _HIERARCHICAL_CACHE = (
     "--enable-hierarchical-cache"
 )
 
-#: Is in SGLang's set of released tags while admission is closed. While that has any tag, SGLang's ranks agree on
-#: batches without the device.
+#: A tag that is in SGLang's set of released tags while admission is closed: as long as that set is not empty, SGLang's
+#: ranks agree on batches without the device.
 CLOSED = "memsaver"
 #: How long a flush waits for requests that are about to end, or that a pause before it is setting aside, seconds.
 SETTLING_S = 1.0
-#: SGLang's option that each group of ranks with data-parallel attention receives commands by itself.
+#: SGLang's option by which each group of ranks with data-parallel attention receives commands by itself.
 LOCAL = "enable_dp_attention_local_control_broadcast"
 #: What a disaggregated scheduler has for transfers of pages.
 QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue", "disagg_decode_transfer_queue")

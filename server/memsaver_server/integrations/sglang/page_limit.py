@@ -142,7 +142,7 @@ class SchedulerPages(PageLimit):
     def _note_prompt(self, req: Any) -> None:
         """Note where a request found a prefix, and what it has computed."""
         found = req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices)
-        if found == getattr(req, "cached_tokens", found):  # else it has found what an earlier part of it computed
+        if found == getattr(req, "cached_tokens", found):  # else an earlier chunk of this request computed the prefix
             for node, count, _ in self._path(req.last_node):
                 self._prefixes.found(node, count // self._page_tokens)
         end = found + self._page_tokens

@@ -58,8 +58,6 @@ def _serve(run_event_loop: Callable[..., None], scheduler: Any) -> None:
 CONFIGURE = "sglang.srt.entrypoints.engine._set_envs_and_config"
 #: NCCL_CUMEM_ENABLE=1 is NCCL's default. With NCCL_GRAPH_REGISTER=0 graphs with NCCL calls replay after a resume.
 SETTINGS = {"NCCL_CUMEM_ENABLE": "1", "NCCL_GRAPH_REGISTER": "0"}
-
-
 #: Names the folder in which the first of several replicas awaits the ranks of all; nobody else can guess it.
 REPLICAS = "MEMSAVER_SGLANG_REPLICAS"
 

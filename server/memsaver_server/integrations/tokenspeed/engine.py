@@ -269,9 +269,5 @@ class TokenspeedEngine(base.LoopEngine):
             return True
         return super()._takes(request)
 
-    def _answer(self, request: Any, error: BaseException | None) -> None:
-        kind = getattr(self._messages, base.answer_to(request))
-        self._reply(request, kind(success=error is None, message=str(error or "")))
-
     def _reply(self, request: Any, output: Any) -> None:
         self.submit(partial(self._socket.send_pyobj, output))

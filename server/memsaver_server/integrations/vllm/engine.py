@@ -390,10 +390,6 @@ class OfflineEngine(VllmEngine):
             raise errors.DrainTimeoutError(timeout_s, ["a call of the LLM that has not returned"])
         pausing.result()
 
-    def repair(self, tags: Sequence[str], lost: Sequence[str]) -> None:
-        if "kv_cache" in lost:
-            self.call("reset_prefix_cache").result()
-
     def is_alive(self) -> bool:
         return not getattr(getattr(self._llm.llm_engine.engine_core, "resources", None), "engine_dead", False)
 

@@ -129,7 +129,7 @@ _HIBERNATED = "_memsaver_hibernated"
 
 
 def _hibernating(sleep: Callable[..., Any], llm: Any, level: int = 1, mode: str = "abort") -> Any:
-    """``LLM.sleep``. Level 3 is level 1, and then the workers hibernate; if it fails, the ``LLM`` can generate."""
+    """``LLM.sleep``. Level 3 is level 1, after which the workers hibernate; if that fails, the ``LLM`` can generate."""
     if level != 3 or not is_wanted(getattr(llm.llm_engine, "model_config", None)):
         return sleep(llm, level, mode)
     engine = OfflineEngine(llm)
