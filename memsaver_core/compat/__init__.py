@@ -15,7 +15,7 @@ __all__ = ["PATH", "install"]
 PATH = Path(__file__).with_name("path")
 _NAME = "torch_memory_saver"
 _OURS = f"{__name__}.{_NAME}"
-#: A name with a dot stands for our module of the part before the dot, which has the content of both.
+#: A name with a dot, such as ``hooks.base``, stands for our module before the dot, which has the content of both.
 _SUBMODULES = "binary_wrapper entrypoint hooks hooks.base hooks.mode_preload hooks.mode_torch testing_utils utils"
 
 

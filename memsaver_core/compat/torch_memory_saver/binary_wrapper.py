@@ -41,7 +41,7 @@ class _ThreadState(threading.local):
 
 @cache
 def _thread_state(path: str) -> Any:
-    """Return an object with each thread's region, kept in the preload library at ``path``, if any, which reads it."""
+    """Return an object with this thread's region; the preload library at ``path``, if any, keeps and reads it."""
     if not path:
         return _ThreadState()
     library = ctypes.CDLL(path)

@@ -13,8 +13,8 @@ HELD_BEFORE_WARM_UP = 1024
 
 class RankAdmission:
     """Admits, holds or refuses requests: a refused one is aborted with status 503, which SGLang's server returns to the
-    client. Used in the scheduler's thread alone, except for ``closed``: the reason, and up to how many new requests
-    wait while others are refused; None to admit requests, those that are held first."""
+    client. Used in the scheduler's thread alone, except for ``closed``: None while requests are admitted, held ones
+    first; else the reason, and how many new requests may wait before others are refused."""
 
     def __init__(self, own: Any, messages: ModuleType) -> None:
         self._own = own

@@ -49,11 +49,6 @@ MESSAGES = (
     "UpdateWeightsFromTensorReqInput", "UpdateWeightsFromTensorReqOutput",
 )  # fmt: skip
 
-_HIERARCHICAL_CACHE = (
-    "SGLang's hierarchical cache is in use, with which a hibernated server has hung as it woke up; start it without "
-    "--enable-hierarchical-cache"
-)
-
 #: A tag that is in SGLang's set of released tags while admission is closed: as long as that set is not empty, SGLang's
 #: ranks agree on batches without the device.
 CLOSED = "memsaver"
@@ -169,7 +164,8 @@ class SglangScheduler(base.Scheduler):
             updater.flush_cache = self._flush_after_update
             self._released_tags = getattr(updater, "offload_tags", set())
         if getattr(own.server_args, "enable_hierarchical_cache", False):
-            register_check(lambda: [_HIERARCHICAL_CACHE])
+            hangs = "SGLang's hierarchical cache is in use, with which a hibernated server has hung as it woke up"
+            register_check(lambda: [f"{hangs}; start it without --enable-hierarchical-cache"])
         backend = getattr(own.server_args, "disaggregation_transfer_backend", "")
         if self.disaggregated and backend != "fake":
             register_check(lambda: [f"{backend} holds memory of the device for transfers to other engines"])

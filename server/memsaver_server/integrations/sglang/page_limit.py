@@ -17,13 +17,13 @@ from memsaver_core.compat.patching import Function, wrap
 from memsaver_core.resizing import KV_CACHE, behind
 from memsaver_server.integrations.adapter.engine import lacking
 
-#: The allocators that have a single list of free pages. And the prefix caches of which every page belongs to a request,
+#: The allocators that have a single list of free pages; and the prefix caches in which every page belongs to a request,
 #: holds a prefix that can be forgotten, or is being copied from or to host memory.
 ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 PREFIXES = ("ChunkCache", "HiRadixCache", "RadixCache", "UnifiedRadixCache")
-#: The allocator that has two of those, one of them for layers with sliding windows, whose pages stay.
+#: The allocator that has two of these; that of layers with sliding windows is not limited.
 WINDOWS = "SWATokenToKVPoolAllocator"
-#: The methods by which a cache takes what a request has computed: a version has one of them.
+#: The methods by which a cache takes what a request has computed; each version of SGLang has one of them.
 COMPUTED = ("cache_unfinished_req", "checkpoint")
 #: What a pool of pages calls the tensors of its layers.
 BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")

@@ -26,12 +26,6 @@ NAMES = (
     "server_args.mapping.attn",
 )  # fmt: skip
 
-#: tokenspeed sets NCCL_CUMEM_ENABLE=0 whatever the environment has, and its all-reduces have buffers of all ranks.
-_SHARED = (
-    "tokenspeed's ranks share device memory, in NCCL and for their all-reduces, that cannot be checkpointed; release "
-    "without hibernate, or run one rank"
-)
-
 
 class TokenspeedScheduler(base.Scheduler):
     """Closes admission by tokenspeed's ``PauseController``: while that is not UNPAUSED, requests wait unless they are
@@ -88,7 +82,9 @@ class TokenspeedScheduler(base.Scheduler):
             self._begin_iteration = self.own._process_new_requests
             self.own._process_new_requests = self._stay_while_frozen
         if self.own.server_args.mapping.world_size > 1:
-            register_check(lambda: [_SHARED])
+            # tokenspeed always sets NCCL_CUMEM_ENABLE=0, and its all-reduces have buffers of all ranks.
+            shared = "tokenspeed's ranks share device memory, in NCCL and for all-reduces, that cannot be checkpointed"
+            register_check(lambda: [f"{shared}; release without hibernate, or run one rank"])
 
     def _stay_while_frozen(self) -> None:
         """Begin an iteration, and stay in it while nothing may be computed. The overlapping loop calls CUDA before each
