@@ -146,7 +146,7 @@ class SchedulerPages(PageLimit):
             for node, count, _ in self._path(req.last_node):
                 self._prefixes.found(node, count // self._page_tokens)
         end = found + self._page_tokens
-        tokens = req.get_fill_ids() if hasattr(req, "get_fill_ids") else req.fill_ids
+        tokens = req.get_fill_ids()
         if end <= len(tokens):
             self._prefixes.computed((req.extra_key, *tokens[:end]))
 
