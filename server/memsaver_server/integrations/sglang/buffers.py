@@ -61,7 +61,7 @@ def _initialize_backends(original: Callable[[Any], None], scheduler: Any) -> Non
             wrap(backend, "init_cuda_graph_state", partial(_allocate, "runtime"))
 
 
-def _subclasses(of: type) -> Iterator[type]:
+def _subclasses(of: type[Any]) -> Iterator[type[Any]]:
     for each in of.__subclasses__():
         yield each
         yield from _subclasses(each)
