@@ -51,12 +51,12 @@ def region(
 
 
 def adopt(obj: Adoptable, tag: str, *, restore: PolicyLike | None = None) -> Adoptable:
-    """Move existing tensors under ``tag``, in place and on their devices, and return ``obj``: a tensor, a module with its
-    parameters and buffers, or several tensors.
+    """Move existing tensors under ``tag``, in place, and return ``obj``: a tensor, a module with its parameters and
+    buffers, or several tensors.
 
-    The tensor objects stay. Their addresses change once, so adopt before a CUDA graph captures them. Tensors that share
-    memory still share it afterwards, if all of them are given. A tensor that is under a tag already stays where it is.
-    With memsaver disabled this does nothing.
+    The tensor objects stay, each on its device. Their addresses change once, so adopt before a CUDA graph captures
+    them. Tensors that share memory still share it afterwards, if all of them are given. A tensor that is under a tag
+    already stays where it is. With memsaver disabled this does nothing.
     """
     if not process.enabled():
         return obj

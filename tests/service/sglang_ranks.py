@@ -112,6 +112,7 @@ def main() -> None:
                     run(rank, folder, shape, environment, backup)
                 except BaseException:
                     traceback.print_exc()
+                    Client(f"{folder}/requests.sock").close()  # the test may wait for this rank to connect
                 finally:
                     os._exit(0)
             pids.append(pid)

@@ -44,7 +44,8 @@ def test_names_of_what_allocates_outside_of_regions() -> None:
     for hook in buffers.hooks():
         path, owner, name = hook.removeprefix("sglang.srt.").rsplit(".", 2)
         text = source(path.replace(".", "/") + ".py")
-        assert f"class {owner}" in text and f"    def {name}(" in text, hook
+        assert f"class {owner}" in text, hook
+        assert f"    def {name}(" in text, hook
     attention = "layers/attention/"
     assert "class AttentionBackend(" in source(attention + "base_attn_backend.py")
     for backend in ("flashinfer", "triton", "flashattention"):

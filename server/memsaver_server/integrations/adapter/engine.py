@@ -86,22 +86,17 @@ class StillRunningError(MemsaverError):
 
 @dataclass(frozen=True)
 class Topology:
-    """The processes of an engine. ``group`` has the ranks of this process's replica, by their numbers in torch's
-    default process group: the first one receives the engine's requests, this process is number ``place``, and
-    ``cpu_group`` is torch's group of them for messages without a device. Several ``replicas``, on one host, are one
-    engine; this is number ``replica``, and the first one awaits the ranks of all in ``folder``. ``host`` is the first
-    rank's if there are ranks on other hosts, else empty. ``several_receive``: ranks besides the first receive requests
-    of clients."""
+    """The processes of an engine. Several replicas, all on one host, are one engine."""
 
-    size: int
-    group: Sequence[int]
-    place: int
-    cpu_group: Any
-    replica: int = 0
+    size: int  # ranks of a replica
+    group: Sequence[int]  # the ranks of this replica in torch's default process group; the first receives requests
+    place: int  # of this process in ``group``
+    cpu_group: Any  # torch's group of these ranks, for messages without a device
+    replica: int = 0  # this one's number
     replicas: int = 1
-    folder: str = ""
-    host: str = ""
-    several_receive: bool = False
+    folder: str = ""  # where the first replica awaits the ranks of all
+    host: str = ""  # of the first rank, if there are ranks on other hosts
+    several_receive: bool = False  # other ranks than the first receive requests of clients, too
 
     @property
     def rank(self) -> int:
@@ -209,8 +204,16 @@ class Scheduler(ABC):
         """Copy the models' buffers, which no weight update writes, to the host; does nothing if they are released."""
         if any(tag.released_bytes for tag in ms.status().tags if tag.tag == "weights"):
             return
+        copies = {id(buffer): copy for buffer, copy in self._buffers}
+        pinned = torch.cuda.is_available()  # copies then run at the speed of the link; some have tens of MiB
         shared = {id(buffer): buffer for model in self.models() for buffer in model.buffers()}
-        self._buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in shared.values()]
+        for number, buffer in shared.items():
+            if number not in copies or copies[number].shape != buffer.shape:
+                copies[number] = torch.empty_like(buffer, device="cpu", pin_memory=pinned)
+            copies[number].copy_(buffer, non_blocking=True)
+        self._buffers = [(buffer, copies[number]) for number, buffer in shared.items()]
+        if pinned:
+            torch.cuda.current_stream().synchronize()
 
     def repair(self, lost: Sequence[str]) -> None:
         """Write back the buffers of ``lost`` weights, and forget the prefixes of a lost cache."""
