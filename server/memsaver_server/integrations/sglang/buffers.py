@@ -54,7 +54,7 @@ def _allocate(tag: str, original: Callable[..., Any], *arguments: Any, **named: 
 
 
 def _initialize_backends(original: Callable[[Any], None], scheduler: Any) -> None:
-    """Backends allocate for graphs, too, by a method of their own that is called later."""
+    """Backends allocate for graphs, too, in a method that is called later."""
     _allocate("runtime", original, scheduler)
     for backend in _subclasses(importlib.import_module(ATTENTION).AttentionBackend):
         if "init_cuda_graph_state" in vars(backend):
