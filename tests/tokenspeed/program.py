@@ -14,21 +14,38 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from tokenspeed.runtime.configs.paged_cache_spec import PagedCacheGroupSpec
 from tokenspeed.runtime.distributed.process_group_manager import process_group_manager
-from tokenspeed.runtime.engine import event_loop
+from tokenspeed.runtime.engine import event_loop, pause
 from tokenspeed.runtime.execution.types import ModelExecutionResult
-from tokenspeed.runtime.layers.attention.backends.trtllm_mla import get_trtllm_workspace_buffer
 from tokenspeed.runtime.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import memsaver_core as ms
+from memsaver_core import process
 from memsaver_server.integrations.tokenspeed.serve import prepare
+
+try:  # up to 0.1.0
+    from tokenspeed.runtime.configs.paged_cache_spec import PagedCacheGroupSpec
+    from tokenspeed.runtime.layers.attention.backends.trtllm_mla import get_trtllm_workspace_buffer
+except ImportError:
+    from tokenspeed.runtime.execution import device, factory
+    from tokenspeed.runtime.execution.forward_thread import ForwardThread
+    from tokenspeed.runtime.execution.workspace import workspace_pool
+    from tokenspeed.runtime.layers.attention import registry
+    from tokenspeed.runtime.layers.attention.backends.paged.trtllm_mla import get_trtllm_workspace_buffer
+    from tokenspeed.runtime.layers.attention.kv_cache.recipes.cache_runtime import CacheRuntimeContract
+    from tokenspeed.runtime.layers.attention.kv_cache.recipes.spec import CacheGroupSpec
+
+HAS_FORWARD_THREAD = not hasattr(event_loop, "create_model_runner")
 
 ROWS = 40
 LENGTH = 4096
 TOKENS = ROWS * LENGTH
 PAGE = 64
 VOCABULARY = 1000
+#: The bytes of a backend's workspace in the block that backends share from 0.1.1 on.
+WORKSPACE = 1 << 20
 #: How long a step takes, seconds: requests are then in flight for long enough to release beside them.
 STEP_S = 0.004
 #: How long a transfer of the cache runs after a step, during which prefixes cannot be forgotten, seconds.
@@ -49,8 +66,13 @@ class Model(torch.nn.Module):
 class Cache:
     supports_hierarchical_kv_cache = False
     prefix_cache_required_group_ids = None
-    paged_cache_group_specs = (PagedCacheGroupSpec("all", "full_history", PAGE, 1, None),)
-    paged_cache_group_page_counts: ClassVar = {"all": TOKENS // PAGE}
+    if HAS_FORWARD_THREAD:
+        groups = (CacheGroupSpec("all", "full_history", PAGE, 1, replayable=False),)
+        contract = CacheRuntimeContract(PAGE, TOKENS // PAGE, TOKENS, groups, {"all": TOKENS // PAGE + 1}, {"all": 1})
+        arena = SimpleNamespace(runtime_contract=contract, cache_group_specs=groups, supports_disaggregation=False)
+    else:
+        paged_cache_group_specs = (PagedCacheGroupSpec("all", "full_history", PAGE, 1, None),)
+        paged_cache_group_page_counts: ClassVar = {"all": TOKENS // PAGE}
 
     def __init__(self) -> None:
         self.tokens = torch.zeros((ROWS, LENGTH), dtype=torch.int64, device=ms.torch_device())
@@ -64,15 +86,27 @@ class Cache:
 class Executor:
     """Computes the next token of each request from all before it, by the cache's row of the request."""
 
-    drafter = None
+    drafter = draft_field_writer = draft_model_runner = None
     eager_grammar_buffers = None
     execution_stream = None
+    supports_prompt_logprobs = False
+    config = SimpleNamespace(spec_algo=None, spec_num_steps=None, spec_num_tokens=None)
     stepped_at = 0.0
+    view: torch.Tensor
 
-    def __init__(self, model: Model, cache: Cache) -> None:
+    def __init__(self, model_runner: Runner, cache: Cache) -> None:
         self.workspace = get_trtllm_workspace_buffer(ms.torch_device())
-        self.model_runner = SimpleNamespace(model=model)
+        self.model_runner = model_runner
         self.token_to_kv_pool = cache
+        if HAS_FORWARD_THREAD:
+            self.forward_thread = ForwardThread("cpu")
+            assert process.saver().owns(self.view.data_ptr())
+
+    def autotune(self) -> None: ...
+
+    def capture_graphs(self, **named: Any) -> None: ...
+
+    def zero_cache_pages(self, pages: Any) -> None: ...
 
     def update_block_table(self, forward_op: Any) -> None: ...
 
@@ -80,7 +114,7 @@ class Executor:
 
     def accumulate_decode_stats(self, results: Any, batch: int) -> None: ...
 
-    def execute_forward_op_with_log(self, forward_op: Any, *arguments: Any, **named: Any) -> ModelExecutionResult:
+    def execute_forward_op(self, forward_op: Any, *arguments: Any, **named: Any) -> ModelExecutionResult:
         time.sleep(STEP_S)
         assert not self.workspace[:64].any()  # a kernel leaves its semaphores as it expects them
         cache, model = self.token_to_kv_pool.tokens, self.model_runner.model
@@ -102,12 +136,21 @@ class Executor:
         lengths = torch.ones(len(out), dtype=torch.int64)
         return ModelExecutionResult(output_tokens=torch.tensor(out), copy_event=ended, output_lengths=lengths)
 
+    execute_forward_op_with_log = execute_forward_op  # up to 0.1.0
+
 
 class Runner:
     """Receives weights not from a trainer's process group but from the seed of ``Model``."""
 
+    multimodal_encoder_dtype = expert_location_updater = None
+    init_weights_update_group = destroy_weights_update_group = None
+
     def __init__(self) -> None:
         self.model = Model()
+
+    def prepare_multimodal_runtime(self) -> None: ...
+
+    def prepare_communication_runtime(self, tokens: int) -> None: ...
 
     def update_weights_from_distributed(self, request: Any) -> tuple[bool, str]:
         if request.names != ["weight"]:
@@ -122,15 +165,21 @@ def create_model_runner(server_args: Any, *arguments: Any) -> tuple[Any, None]:
         return Runner(), None
 
 
-def create_attn_components(server_args: Any, *arguments: Any, **named: Any) -> tuple[Any, ...]:
+def create_attn_components(server_args: Any, *arguments: Any, **named: Any) -> Any:
     adapter = TorchMemorySaverAdapter.create(enable=server_args.enable_memory_saver)
     get_trtllm_workspace_buffer(ms.torch_device())  # as a backend does for its process
+    if HAS_FORWARD_THREAD:
+        (Executor.view,) = workspace_pool(ms.torch_device()).allocate(((WORKSPACE,), torch.uint8))
     with adapter.region(tag="kv_cache", enable_cpu_backup=False):
-        return None, Cache(), None, None, TOKENS, 0, None
+        cache = Cache()
+    if not HAS_FORWARD_THREAD:
+        return None, cache, None, None, TOKENS, 0, None
+    nothing = dict.fromkeys(registry.AttentionBuild.__dataclass_fields__)
+    return registry.AttentionBuild(**{**nothing, "token_to_kv_pool": cache})
 
 
 def create_model_executor(server_args: Any, *, model_runner: Any, token_to_kv_pool: Any, **named: Any) -> Executor:
-    return Executor(model_runner.model, token_to_kv_pool)
+    return Executor(model_runner, token_to_kv_pool)
 
 
 def init_distributed(loop: Any) -> float:
@@ -154,11 +203,28 @@ def default_stream() -> SimpleNamespace:
 
 
 torch.cuda.default_stream = default_stream
-event_loop.create_model_runner = create_model_runner
-event_loop.create_attn_components = create_attn_components
-event_loop.create_model_executor = create_model_executor
 event_loop.EventLoop._init_distributed = init_distributed
-event_loop.EventLoop._reset_caches_for_release = reset_caches
+if HAS_FORWARD_THREAD:
+
+    class NoDeviceWork(TorchDispatchMode):
+        """As tokenspeed's guard of the event loop's thread, which knows device work by tensors of CUDA."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, torch.Tensor) and process.saver().owns(each.untyped_storage().data_ptr()):
+                    assert device._only_aliases_inputs(func), f"{func} on the device in the event loop's thread"
+            return func(*args, **(kwargs or {}))
+
+    event_loop.maybe_control_plane_guard = NoDeviceWork
+    factory.create_model_runner, factory.create_model_executor = create_model_runner, create_model_executor
+    registry.create_attn_components = create_attn_components
+    own_reset = pause.PauseHooks.reset_caches_for_release
+    pause.PauseHooks.reset_caches_for_release = lambda hooks: reset_caches(hooks._loop) and own_reset(hooks)
+    device._cudagraph_probe_refusal = lambda *arguments: "there are no graphs"
+else:
+    event_loop.create_model_runner, event_loop.create_model_executor = create_model_runner, create_model_executor
+    event_loop.create_attn_components = create_attn_components
+    event_loop.EventLoop._reset_caches_for_release = reset_caches
 prepare()
 if __name__ == "__main__":
     runpy.run_module("smg_grpc_servicer.tokenspeed", run_name="__main__", alter_sys=False)

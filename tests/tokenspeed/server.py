@@ -10,6 +10,7 @@ from threading import Event
 from typing import Any
 
 import grpc
+import tokenspeed_scheduler
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2 as messages
 from smg_grpc_proto.generated.tokenspeed_scheduler_pb2_grpc import TokenSpeedSchedulerStub
 
@@ -19,6 +20,9 @@ ARGUMENTS = (
     "--host", "127.0.0.1", "--enable-memory-saver", "--attention-backend", "triton", "--sampling-backend", "greedy",
     "--grammar-backend", "none", "--disable-kvstore", "--max-model-len", "4096", "--max-num-seqs", "32",
 )  # fmt: skip
+#: Whether the scheduler can forget cached prefixes, as from 0.1.1 on, where the option has another name.
+FORGETS = hasattr(tokenspeed_scheduler.Scheduler, "clear_l1_cache")
+NO_PREFIXES = "--disable-prefix-caching" if FORGETS else "--no-enable-prefix-caching"
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
@@ -57,7 +61,7 @@ class Server(EngineServer):
         ports = ["--port", str(grpc_port), "--rl-control-port", self.url.rpartition(":")[2]]
         command = [sys.executable, "-m", "tests.tokenspeed.program", "--model", str(model), *ARGUMENTS, *ports]
         self.run(
-            [*command, *(arguments or ("--no-enable-prefix-caching",))],
+            [*command, *(arguments or (NO_PREFIXES,))],
             {**ENVIRONMENT, **named, "RENDEZVOUS_PORT": str(free_port()), **environment},
         )
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from tests.engine_server import prompts
 
 from .conftest import Start
+from .server import NO_PREFIXES
 
 
 def test_two_ranks(start: Start) -> None:
-    server = start("--no-enable-prefix-caching", "--tensor-parallel-size", "2", MEMSAVER_DRAIN_TIMEOUT_S="60")
+    server = start(NO_PREFIXES, "--tensor-parallel-size", "2", MEMSAVER_DRAIN_TIMEOUT_S="60")
     expected = [server.generate(60, prompt) for prompt in prompts(4)]
     for call in (server.own, server.service):
         running = server.in_background(4, 60)

@@ -8,7 +8,7 @@ import pytest
 from tests.engine_server import prompts
 
 from .conftest import Start
-from .server import Server
+from .server import FORGETS, Server
 
 
 def test_release_and_resume(server: Server) -> None:
@@ -86,6 +86,7 @@ def test_discarded_weights(server: Server) -> None:
     assert server.generate() == expected
 
 
+@pytest.mark.skipif(FORGETS, reason="this scheduler can forget prefixes")
 def test_prefixes_that_cannot_be_forgotten(start: Start) -> None:
     refused = start("--enable-prefix-caching", wait=False)
     assert refused.process.wait(120) != 0

@@ -180,9 +180,17 @@ class TokenspeedScheduler(base.Scheduler):
         """Forget every cached prefix. Return False if pages are in use, which is possible from 0.1.1 on."""
         return self.own._memory._reset_caches() is not False
 
+    def save_buffers(self) -> None:
+        self._on_device(super().save_buffers)
+
+    def _on_device(self, work: Callable[[], None]) -> None:
+        """Call ``work`` where tokenspeed allows work on the device: from 0.1.1 on not in the event loop's thread."""
+        handle = getattr(self.own, "_device", None)
+        handle._thread.run(work) if handle is not None else work()
+
     def repair(self, lost: Sequence[str]) -> None:
         """See ``Scheduler``. Also clears the pages of a lost cache."""
-        super().repair(lost)
+        self._on_device(partial(super().repair, lost))
         if "kv_cache" in lost:
             self.own._memory._kv_repair()
 

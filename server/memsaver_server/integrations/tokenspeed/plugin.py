@@ -11,20 +11,26 @@ from typing import Any
 
 import torch
 
-import memsaver_core as ms
+from memsaver_core.adopting import adopt_shared
 from memsaver_core.compat.patching import wrap
 from memsaver_server.integrations.adapter.plugin import Plugin
 
 #: The tag of the attention workspaces, which tokenspeed creates outside of its regions.
 TAG = "workspace"
 BACKENDS = "tokenspeed.runtime.layers.attention.backends"
-#: The global variable of each, by its module in ``BACKENDS``, whose first backend creates it for the process.
+REGISTRY = "tokenspeed.runtime.layers.attention.registry"
+#: The global variable of each, by its module in ``BACKENDS`` (``paged`` from 0.1.1 on), whose first backend creates it
+#: for the process.
 WORKSPACES = {
     "flashmla": "_global_workspace_buffer",
+    "paged.flashmla": "_global_workspace_buffer",
+    "paged.trtllm_mla": "_trtllm_workspace_buffer",
     "tokenspeed_mla": "_cutedsl_workspace_buffer",
     "trtllm": "_global_workspace_buffer",
     "trtllm_mla": "_trtllm_workspace_buffer",
 }
+#: From 0.1.1 on, the module with the block of each device of which other backends take views.
+POOLS = "tokenspeed.runtime.execution.workspace"
 
 ADAPTER = "tokenspeed.runtime.utils.torch_memory_saver_adapter"
 _plugin = Plugin("MEMSAVER_TOKENSPEED", "memsaver_server.integrations.tokenspeed.engine:TokenspeedEngine", ADAPTER)
@@ -38,7 +44,8 @@ def register() -> None:
     if not _plugin.starts():
         return
     module = importlib.import_module("tokenspeed.runtime.engine.event_loop")
-    wrap(module, "create_attn_components", _with_tagged_workspaces)  # in 0.1.0
+    for owner in (module, importlib.import_module(REGISTRY)):  # in 0.1.0 the former calls it, from 0.1.1 on the latter
+        wrap(owner, "create_attn_components", _with_tagged_workspaces)
     for name in ("event_loop", "event_loop_overlap"):  # the latter up to 0.1.0
         wrap(module.EventLoop, name, _serve)
 
@@ -53,9 +60,10 @@ def _with_tagged_workspaces(create: Callable[..., Any], server_args: Any, *argum
     They come back as zeros, which TensorRT-LLM's kernels expect of their semaphores; no kernel needs another's."""
     components = create(server_args, *arguments, **named)
     held = [getattr(sys.modules.get(f"{BACKENDS}.{module}"), name, None) for module, name in WORKSPACES.items()]
+    held += [pool._block for pool in getattr(sys.modules.get(POOLS), "_pools", {}).values()]
     by_device = [each for one in held for each in (one.values() if isinstance(one, dict) else [one])]
     workspaces = [each for each in by_device if isinstance(each, torch.Tensor)]
     if server_args.enable_memory_saver and workspaces:
-        ms.adopt(workspaces, TAG)
+        adopt_shared((each, TAG, None) for each in workspaces)  # backends keep views
         torch.cuda.empty_cache()  # the memory that they were in
     return components
