@@ -24,12 +24,11 @@ from memsaver_server.address import place
 from memsaver_server.app import create_app
 from memsaver_server.engine import Engine, memory_of
 from memsaver_server.engine.lifecycle import Lifecycle
-from memsaver_server.heap_reserve import reserved_heap
 from memsaver_server.http.auth import check_address
 from memsaver_server.http.connection_limits import LimitedProtocol
 from memsaver_server.port_holders import port_holders
 from memsaver_server.settings import Settings, warn_of_misspelt_variables
-from memsaver_server.threads import start_thread
+from memsaver_server.threads import reserved_heap, start_thread
 
 logger = logging.getLogger("memsaver")
 _Path: TypeAlias = "str | os.PathLike[str]"

@@ -10,7 +10,7 @@ from tests.programs import output_of
 PROGRAM = """
 import json, resource, threading
 from contextlib import nullcontext
-from memsaver_server.heap_reserve import RESERVE_BYTES, reserved_heap
+from memsaver_server.threads import RESERVE_BYTES, reserved_heap
 
 BLOCK = 10_000
 

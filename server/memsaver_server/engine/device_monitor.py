@@ -16,8 +16,7 @@ from memsaver_core.contract.errors import NoThreadError
 from memsaver_core.contract.reports import DeviceDelta, MeteredDelta
 from memsaver_core.contract.status import DeviceMemory, Status, TorchMemory
 from memsaver_server.engine import LOCAL_MEMORY, Memory
-from memsaver_server.heap_reserve import reserved_heap
-from memsaver_server.threads import on_this_loop, start_thread
+from memsaver_server.threads import on_this_loop, reserved_heap, start_thread
 
 logger = logging.getLogger("memsaver")
 

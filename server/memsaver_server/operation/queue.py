@@ -17,11 +17,10 @@ from memsaver_core.contract.errors import OR_WAIT, TooLateToCancelError, TooMany
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import Asked
 from memsaver_core.phases import PhaseLog
-from memsaver_server.heap_reserve import reserved_heap
 from memsaver_server.operation.history import History, Keys
 from memsaver_server.operation.operation import BALANCER, Moved, Operation, tag_list
 from memsaver_server.operation.table import ENGINE
-from memsaver_server.threads import start_thread
+from memsaver_server.threads import reserved_heap, start_thread
 
 logger = logging.getLogger("memsaver")
 
