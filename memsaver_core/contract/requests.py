@@ -120,7 +120,7 @@ class _Operation(Fields):
 
     operation: ClassVar[OperationName]
 
-    dry_run: Annotated[bool, Acts("caller", fleet="each")] = Field(
+    dry_run: Annotated[bool, Acts("caller", fleet="own")] = Field(
         default=False, description="Only say what would happen and what it would take."
     )
     wait: Annotated[bool, Acts("caller", fleet="own")] = Field(

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import httpx
 
@@ -107,8 +107,7 @@ class Connection:
         return await self._ask(partial(self._client.operation, operation_id))
 
     async def plan(self, verb: OperationName, tags: Sequence[str]) -> reports.PlanAnswer:
-        call = _operation(verb, {"tags": tags, "dry_run": True})
-        return await self._ask(partial(self._client.call, reports.PlanAnswer, call))
+        return cast(reports.PlanAnswer, await self._ask(partial(self._client.plan, verb, tags)))
 
     async def prepare(
         self, verb: OperationName, body: Mapping[str, Any], key: str, limit_s: float

@@ -174,8 +174,9 @@ class FleetController(Controller[FleetOperation]):
     async def plan(self, asked: Asked) -> Answer:
         assert isinstance(asked, AskedOfFleet)
         verb = asked.operation
+        body = {**asked.sent(), "dry_run": True}
         engines = self._engines_of(asked)
-        rows = await call_each(engines, self._upstreams, self._observer, "POST", path_of(verb), body=asked.sent())
+        rows = await call_each(engines, self._upstreams, self._observer, "POST", path_of(verb), body=body)
         said = {row.name: row.body.get("blockers", ()) for row in rows if isinstance(row.body, dict)}
         blockers = [f"{name}: {each}" for name, found in said.items() if isinstance(found, list) for each in found]
         if verb in OPPOSITE and not asked.patience_s(Phase.WAIT_FOR_MEMORY):
