@@ -385,6 +385,12 @@ def receive(rank: int) -> Any:
 
 
 class Scheduler:
+    def init_model_worker(self) -> None:
+        pass
+
+    def init_all_attention_backends(self) -> None:
+        pass
+
     def __init__(self, *, enable_memory_saver: bool = True, enable_weights_cpu_backup: bool = True, **ranks: int):
         self.ps = Parallel(**ranks)
         self.disaggregation_mode = DisaggregationMode.NULL
@@ -571,12 +577,10 @@ class HookType(Enum):
 class HookRegistry:
     @classmethod
     def register(cls, target: str, hook: Callable[..., Any], hook_type: HookType) -> None:
-        """As SGLang's, which passes over what it does not find; tests/sglang/test_names.py looks for all names."""
         path, _, attribute = target.rpartition(".")
         module, _, name = path.rpartition(".")
-        owner = getattr(sys.modules.get(module), name, None)
-        if (original := getattr(owner, attribute, None)) is None:
-            return
+        owner = getattr(sys.modules[module], name)
+        original = getattr(owner, attribute)
         setattr(owner, attribute, lambda *arguments: hook(original, *arguments))
 
 
@@ -597,10 +601,25 @@ def install(monkeypatch: pytest.MonkeyPatch, torch_memory_saver: ModuleType) -> 
         "sglang.srt.managers.tokenizer_manager": {"TokenizerManager": TokenizerManager},
         "sglang.srt.mem_cache": {},
         "sglang.srt.mem_cache.swa_memory_pool": {"SWAKVPool": type("SWAKVPool", (), {})},
+        "sglang.srt.model_executor": {},
+        "sglang.srt.model_executor.cuda_graph_buffer_registry": {
+            "CudaGraphBufferRegistry": SimpleNamespace(register_slot=lambda registry, slot: None)
+        },
+        "sglang.srt.model_executor.graph_shared_output": {
+            "GraphSharedOutput": SimpleNamespace(get_logits_buffer=lambda shared, size: None)
+        },
+        "sglang.srt.model_executor.model_runner": {
+            "ModelRunner": SimpleNamespace(init_lora_manager=lambda runner: None)
+        },
         "sglang.srt.model_loader": {"loader": SimpleNamespace(device_loading_context=lambda module, device: None)},
         "sglang.srt.model_loader.loader": {"DefaultModelLoader": SimpleNamespace(load_model=lambda loader: None)},
         "sglang.srt.plugins": {},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
+        "sglang.srt.runtime_context": {
+            "RuntimeContext": SimpleNamespace(get_buffer=lambda context, name, factory: factory()),
+            "get_parallel": lambda: None,
+            "get_resources": lambda: SimpleNamespace(buffers={}),
+        },
         "sglang.srt.sampling": {},
         "sglang.srt.sampling.sampling_params": {"SamplingParams": SamplingParams},
         "sglang.srt.utils": {},

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import httpx
 
@@ -107,7 +107,10 @@ class Connection:
         return await self._ask(partial(self._client.operation, operation_id))
 
     async def plan(self, verb: OperationName, tags: Sequence[str]) -> reports.PlanAnswer:
-        return cast(reports.PlanAnswer, await self._ask(partial(self._client.plan, verb, tags)))
+        plan = await self._ask(partial(self._client.plan, verb, tags))
+        if isinstance(plan, reports.PlanAnswer):
+            return plan
+        raise EngineFailure("unreadable", f"{self.member.url} gave the plan of a coordinator")
 
     async def prepare(
         self, verb: OperationName, body: Mapping[str, Any], key: str, limit_s: float

@@ -204,14 +204,12 @@ class Scheduler(ABC):
         """Copy the models' buffers, which no weight update writes, to the host; does nothing if they are released."""
         if any(tag.released_bytes for tag in ms.status().tags if tag.tag == "weights"):
             return
-        copies = {id(buffer): copy for buffer, copy in self._buffers}
         pinned = torch.cuda.is_available()  # copies then run at the speed of the link; some have tens of MiB
         shared = {id(buffer): buffer for model in self.models() for buffer in model.buffers()}
-        for number, buffer in shared.items():
-            if number not in copies or copies[number].shape != buffer.shape:
-                copies[number] = torch.empty_like(buffer, device="cpu", pin_memory=pinned)
-            copies[number].copy_(buffer, non_blocking=True)
-        self._buffers = [(buffer, copies[number]) for number, buffer in shared.items()]
+        self._buffers = []  # torch uses the pinned memory of the last copies again
+        for buffer in shared.values():
+            copy = torch.empty_like(buffer, device="cpu", pin_memory=pinned)
+            self._buffers.append((buffer, copy.copy_(buffer, non_blocking=True)))
         if pinned:
             torch.cuda.current_stream().synchronize()
 

@@ -26,14 +26,13 @@ _starting = ContextVar("_starting", default=False)
 
 def hooks() -> dict[str, Callable[..., Any]]:
     """Return the hooks around the functions of SGLang that allocate these."""
-    runtime = partial(_allocate, "runtime")
     return {
         f"{SCHEDULER}.init_model_worker": _start,
         f"{SCHEDULER}.init_all_attention_backends": _initialize_backends,
         "sglang.srt.runtime_context.RuntimeContext.get_buffer": _get_buffer,
-        f"{RUNNER}.model_runner.ModelRunner.init_lora_manager": runtime,
-        f"{RUNNER}.cuda_graph_buffer_registry.CudaGraphBufferRegistry.register_slot": runtime,
-        f"{RUNNER}.graph_shared_output.GraphSharedOutput.get_logits_buffer": runtime,
+        f"{RUNNER}.model_runner.ModelRunner.init_lora_manager": _allocate_runtime,
+        f"{RUNNER}.cuda_graph_buffer_registry.CudaGraphBufferRegistry.register_slot": _allocate_runtime,
+        f"{RUNNER}.graph_shared_output.GraphSharedOutput.get_logits_buffer": _allocate_runtime,
     }
 
 
@@ -45,20 +44,23 @@ def _start(original: Callable[[Any], None], scheduler: Any) -> None:
         _starting.reset(token)
 
 
-def _allocate(tag: str, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _allocate(tag: str, restore: str | None, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call ``original`` in a region, except during a capture, whose memory is that of its graph."""
     if not _starting.get() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return original(*arguments, **named)
-    with ms.region(tag, restore="zero" if tag == "workspace" else "host"):
+    with ms.region(tag, restore=restore):
         return original(*arguments, **named)
+
+
+_allocate_runtime = partial(_allocate, "runtime", "host")
 
 
 def _initialize_backends(original: Callable[[Any], None], scheduler: Any) -> None:
     """Backends allocate for graphs, too, in a method that is called later."""
-    _allocate("runtime", original, scheduler)
+    _allocate_runtime(original, scheduler)
     for backend in _subclasses(importlib.import_module(ATTENTION).AttentionBackend):
         if "init_cuda_graph_state" in vars(backend):
-            wrap(backend, "init_cuda_graph_state", partial(_allocate, "runtime"))
+            wrap(backend, "init_cuda_graph_state", _allocate_runtime)
 
 
 def _subclasses(of: type[Any]) -> Iterator[type[Any]]:
@@ -70,4 +72,4 @@ def _subclasses(of: type[Any]) -> Iterator[type[Any]]:
 def _get_buffer(original: Callable[..., Any], context: Any, name: str, *arguments: Any, **named: Any) -> Any:
     if not name.endswith("_workspace"):
         return original(context, name, *arguments, **named)
-    return _allocate("workspace", original, context, name, *arguments, **named)
+    return _allocate("workspace", None, original, context, name, *arguments, **named)
