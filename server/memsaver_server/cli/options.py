@@ -17,7 +17,7 @@ from memsaver_server.address import DEFAULT_URL
 
 class Options:
     """A group of options: each annotated attribute whose value is a ``typer.Option``. ``convert`` has, by option, the
-    function that makes the value that is meant of the one that a user writes."""
+    function that converts what a user writes."""
 
     convert: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
 

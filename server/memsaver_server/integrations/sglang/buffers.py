@@ -1,6 +1,6 @@
-"""Tags for what SGLang allocates outside of its regions as it starts: under ``runtime`` buffers whose content is kept
-(LoRA's pool, attention metadata, inputs and outputs of graphs), under ``workspace`` scratch of attention kernels, which
-comes back as zeros."""
+"""Tags for what SGLang allocates outside of its regions as it starts. The content under ``runtime`` is kept: LoRA's
+pool, attention metadata, inputs and outputs of graphs. The scratch of attention kernels, under ``workspace``, is not.
+"""
 
 from __future__ import annotations
 
