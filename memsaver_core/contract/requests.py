@@ -38,6 +38,8 @@ SCHEDULING = "scheduling"
 
 #: How long an operation stays prepared without its commit, if its caller does not say, seconds.
 DEFAULT_LEASE_S = 30.0
+#: How long a fleet's coordinator waits for an engine that does not answer by default, seconds.
+DEFAULT_SILENCE_S = 10.0
 
 
 def _number(value: object) -> object:

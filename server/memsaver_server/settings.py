@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import ByteSize, Field, SecretStr, TypeAdapter, field_validator, model_validator
 
+from memsaver_core.contract.requests import DEFAULT_SILENCE_S
 from memsaver_core.settings import PREFIX, CoreSettings, EnvironmentSettings
 from memsaver_server.address import is_ip_address
 from memsaver_server.api_key import parse_api_key
@@ -57,7 +58,7 @@ class Settings(EnvironmentSettings):
         description="Time without progress after which a phase counts as stalled and its callers get an error.",
     )
     silence_s: float = Field(
-        default=10.0,
+        default=DEFAULT_SILENCE_S,
         gt=0,
         le=3600,
         description="Of a fleet's coordinator: how long it waits for an engine that does not answer.",

@@ -41,10 +41,10 @@ class Members(Options):
     api_key: str | None = typer.Option(
         None, envvar="MEMSAVER_API_KEY", help="Key of the engines.", metavar="KEY", show_envvar=True
     )
-    silence: float = typer.Option(
-        10.0,
+    silence: float | None = typer.Option(
+        None,
         envvar="MEMSAVER_SILENCE_S",
-        help="How long to wait for an engine that does not answer.",
+        help="How long to wait for an engine that does not answer [10].",
         metavar="SECONDS",
         min=0.1,
         show_envvar=True,
@@ -110,6 +110,7 @@ def watch(members: Members, interval: Interval = 1.0, as_json: Json = False) -> 
 def _coordinating(at: Members, record: str | None = None) -> Iterator[Fleet]:
     """Yield a coordinator. An error of the fleet inside ends the command with its message on stderr."""
     try:
+        from memsaver_core.contract.requests import DEFAULT_SILENCE_S
         from memsaver_server.fleet import FileRecord, Fleet, FleetError, MembershipError, RecordError, membership_of
 
         membership = membership_of(at.members)
@@ -119,7 +120,8 @@ def _coordinating(at: Members, record: str | None = None) -> Iterator[Fleet]:
         raise typer.BadParameter(str(error)) from None
     try:
         kept = FileRecord(record) if record else None
-        with Fleet(membership, record=kept, api_key=at.api_key, silence_s=at.silence) as coordinator:
+        silence_s = at.silence or DEFAULT_SILENCE_S
+        with Fleet(membership, record=kept, api_key=at.api_key, silence_s=silence_s) as coordinator:
             yield coordinator
     except (FleetError, MembershipError, RecordError, ValueError) as error:
         print_error(str(error))
@@ -173,7 +175,7 @@ class Served(Options):
         metavar="KEY",
         show_envvar=True,
     )
-    silence: float = Members.silence
+    silence: float | None = Members.silence
 
 
 @fleet.command()

@@ -19,6 +19,7 @@ from typing_extensions import Unpack
 from memsaver_core.contract.errors import ServerEndsError
 from memsaver_core.contract.requests import (
     DEFAULT_LEASE_S,
+    DEFAULT_SILENCE_S,
     AskedOfFleet,
     DrainMode,
     FleetMode,
@@ -91,7 +92,7 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
         record: Record | None = None,
         api_key: str | None = None,
         lease_s: float = DEFAULT_LEASE_S,
-        silence_s: float = 10.0,
+        silence_s: float = DEFAULT_SILENCE_S,
         verify: ssl.SSLContext | bool = True,
         name: str = "",
     ) -> None:
