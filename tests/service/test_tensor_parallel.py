@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import os
+import pickle
 import re
 import select
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -439,6 +441,15 @@ def test_ranks_end_with_the_service() -> None:
         server.process.kill()
         wait_until(lambda: select.select([ended], [], [], 0)[0])
         os.close(ended)
+
+
+def test_a_rank_ends_that_starts_after_the_end_of_the_service() -> None:
+    with subprocess.Popen(["true"]) as service:
+        os.waitid(os.P_PID, service.pid, os.WEXITED | os.WNOWAIT)
+        given = pickle.dumps((service.pid, "", "", None)).hex()
+        command = [sys.executable, "-m", "memsaver_server.reference.ranks", given, "1"]
+        rank = forks.run(command, capture_output=True, text=True, timeout=60)
+    assert (rank.returncode, rank.stderr) == (1, "")
 
 
 def is_dead(served: Served, who: str) -> None:

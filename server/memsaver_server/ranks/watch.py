@@ -61,7 +61,8 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def _is_ending(pid: int) -> bool:
+def is_ending(pid: int) -> bool:
+    """Return whether a process has ended, or is about to: no signal reaches it any more."""
     try:
         state, *_, flags = _stat(pid)[:7]
     except (FileNotFoundError, ProcessLookupError):
@@ -99,7 +100,7 @@ def _watch(
             selector.unregister(key.fd)
             os.close(key.fd)
             ended.add(key.data)
-        ended |= set(filter(_is_ending, pids))
+        ended |= set(filter(is_ending, pids))
         for pid in ended & pids:
             if (call := on_end()) is not None:
                 call(pid)

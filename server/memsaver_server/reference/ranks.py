@@ -33,7 +33,7 @@ from memsaver_core.ranks.protocol import Plain
 from memsaver_core.ranks.rank import Rank
 from memsaver_core.rendezvous import Listener, settle, started
 from memsaver_server.ranks import RankMemory
-from memsaver_server.ranks.watch import ProcessWatch, is_stopped
+from memsaver_server.ranks.watch import ProcessWatch, is_ending, is_stopped
 from memsaver_server.reference import PYTHON
 from memsaver_server.reference.runner import ModelRunner, Options, Row
 from memsaver_server.threads import start_thread
@@ -48,7 +48,7 @@ END_S = 10.0
 #: After a step has failed: how long to wait for the end of another rank's process, which would explain it, seconds.
 _EXPLAIN_S = 0.5
 #: Interval at which the time limits are checked, seconds.
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 #: Environment variables that are 0 unless they are set. A captured graph hangs after a resume if NCCL has registered
 #: its memory; a process with NVLS memory cannot be checkpointed; torch's monitors end a process that waits for a rank
 #: or is hibernated.
@@ -77,17 +77,18 @@ class RankGroup:
         self._channel = SocketChannel(None, ())
         self._closed = threading.Event()
         self._aborting = threading.Lock()
-        self._looks = 0
-        self._waits: dict[str, int] = {}  # what is waited for, and the number of looks when that began
+        #: How long `_check_limits` has run: unlike a clock's, this time stands still while this process is stopped.
+        self._ran_s = 0.0
+        self._waits: dict[str, float] = {}  # what is waited for, and `_ran_s` when that began
         self._folder = tempfile.mkdtemp(prefix="memsaver-ranks-")  # for this user alone
         meeting = f"{self._folder}/meeting"
         # Opened before any other rank does: torch waits for the file's lock while it holds the interpreter's lock. If a
-        # rank was stopped while it had the file's lock, this whole process would stop, _look included.
+        # rank was stopped while it had the file's lock, this whole process would stop, _check_limits included.
         self._store = dist.FileStore(meeting, ranks)
         self._listener = Listener(ranks)
-        what = pickle.dumps((self._listener.path, meeting, options)).hex()
+        pickled = pickle.dumps((os.getpid(), self._listener.path, meeting, options)).hex()
         processes: Future[dict[int, Any]] = Future()
-        start_thread("memsaver-rank-waits", partial(self._look, processes, what))
+        start_thread("memsaver-rank-waits", partial(self._check_limits, processes, pickled))
         self._processes = processes.result()
         self._watch = ProcessWatch([process.pid for process in self._processes.values()], self._ended)
 
@@ -169,9 +170,8 @@ class RankGroup:
 
     @contextmanager
     def _bounded(self, what: str) -> Iterator[None]:
-        """Fail, and kill the other ranks, if the block takes longer than its limit. Time is counted in looks: a clock
-        would include time in which this process itself was stopped."""
-        self._waits[what] = self._looks
+        """Fail, and kill the other ranks, if the block takes longer than the limit of ``what``."""
+        self._waits[what] = self._ran_s
         try:
             yield
         finally:
@@ -197,19 +197,19 @@ class RankGroup:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         self._fail(f"{self._names([rank])} {how}")
 
-    def _look(self, processes: Future[dict[int, Any]], what: str) -> None:
+    def _check_limits(self, processes: Future[dict[int, Any]], pickled: str) -> None:
         """Start the processes, which the kernel kills when this thread ends; check the time limits until then."""
 
         def start() -> dict[int, Any]:  # they write to standard error alone: standard output belongs to the service
-            command = [*PYTHON, "-m", __name__, what]
+            command = [*PYTHON, "-m", __name__, pickled]
             ranks = range(1, self._options.tensor_parallel)
             return {rank: subprocess.Popen([*command, str(rank)], stdin=subprocess.DEVNULL, stdout=2) for rank in ranks}
 
         settle(processes, start)
-        while not self._closed.wait(_LOOK_S):
-            self._looks += 1
-            for what, began in tuple(self._waits.items()):
-                if (self._looks - began) * _LOOK_S > LIMITS_S[what]:
+        while not self._closed.wait(_CHECK_S):
+            self._ran_s += _CHECK_S
+            for what, began_s in tuple(self._waits.items()):
+                if self._ran_s - began_s > LIMITS_S[what]:
                     stopped = [rank for rank, process in self._processes.items() if is_stopped(process.pid)]
                     who = self._names(stopped or self._processes)
                     self.kill(f"{who} does not answer: the {what} did not end in {LIMITS_S[what]:g} s")
@@ -281,9 +281,11 @@ def _in_group() -> bool:
 def main(pickled: str, number: str) -> None:
     """Make the runner of one rank, and call the methods that rank 0 sends until it closes the connection. Ends at once
     with rank 0's process, even in the middle of a step or while it is stopped."""
-    path, meeting, options = pickle.loads(bytes.fromhex(pickled))
+    leader, path, meeting, options = pickle.loads(bytes.fromhex(pickled))
     rank = int(number)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the thread that started this process ends
+    if is_ending(leader):  # perhaps before that call
+        os._exit(1)
     for ignored in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager: rank 0 ends this process
         signal.signal(ignored, signal.SIG_IGN)
     _join(dist.FileStore(meeting, options.tensor_parallel), rank, options)

@@ -291,7 +291,7 @@ class EventLoop:
         return process([each for each in received if not isinstance(each, Command)])
 
     def _carry_out(self, command: Command) -> None:
-        call = partial(getattr(self.scheduler, command.name), *command.arguments) if command.name else lambda: None
+        call = partial(getattr(self.scheduler, command.name), *command.arguments) if command.name else _nothing
         if not command.number:
             call()
             return
@@ -468,6 +468,10 @@ class IdleRest:
             os.eventfd_read(self._wake)
 
 
+def _nothing() -> None:
+    """Do nothing: there is nothing to begin, to undo or to do then."""
+
+
 class _NotWrittenError(Exception):
     """The engine has answered that it wrote no weights."""
 
@@ -521,19 +525,40 @@ class LoopEngine(LeadingLoop, Engine):
     def when_still(
         self,
         timeout_s: float,
-        then: Callable[[], None] = lambda: None,
+        then: Callable[[], None] = _nothing,
         *,
-        begin: Callable[[], None] = lambda: None,
-        undo: Callable[[], None] = lambda: None,
+        begin: Callable[[], None] = _nothing,
+        undo: Callable[[], None] = _nothing,
         given_up: Callable[[], bool] = never,
     ) -> None:
         """In the scheduler's thread call ``begin`` at once, and ``then`` once no request is in flight, before another
         one enters. After ``timeout_s``, or if it is given up, call ``undo`` instead and raise DrainTimeoutError. If
         several ranks receive requests, ``then`` is called here, once no request is in flight on any of them."""
+        if not self.scheduler.topology.several_receive:
+            self._when_this_rank_is_still(timeout_s, then, begin, undo, given_up)
+            return
+        deadline = time.monotonic() + timeout_s
+        self._when_this_rank_is_still(timeout_s, _nothing, begin, undo, given_up)
+        for wait_s in waits(deadline, given_up, time.monotonic):
+            self.is_done(Future(), wait_s)  # a pause, which ends early if the ranks fail
+            if not (running := self.in_flight()):  # a rank whose admission is closed gets no new ones
+                then()
+                return
+        self.is_done(self.submit(undo), ITERATION_S)
+        raise DrainTimeoutError(timeout_s, running)
+
+    def _when_this_rank_is_still(
+        self,
+        timeout_s: float,
+        then: Callable[[], None],
+        begin: Callable[[], None],
+        undo: Callable[[], None],
+        given_up: Callable[[], bool],
+    ) -> None:
+        """As ``when_still``, if this rank alone receives requests."""
         deadline = time.monotonic() + timeout_s
         done: Future[None] = Future()
-        several = self.scheduler.topology.several_receive
-        still = (done, (lambda: None) if several else then)
+        still = (done, then)
 
         def start() -> None:
             begin()
@@ -555,15 +580,6 @@ class LoopEngine(LeadingLoop, Engine):
             self.is_done(self.submit(give_up), ITERATION_S)
             if not done.done():
                 raise DrainTimeoutError(timeout_s, self.in_flight())
-        if several:
-            for wait_s in waits(deadline, given_up, time.monotonic):
-                self.is_done(Future(), wait_s)
-                if not (running := self.in_flight()):  # a rank whose admission is closed gets no new ones
-                    break
-            else:
-                self.is_done(self.submit(undo), ITERATION_S)
-                raise DrainTimeoutError(timeout_s, running)
-            then()
 
     # In the scheduler's thread.
 

@@ -52,18 +52,22 @@ class SchedulerPages(PageLimit):
         self._running = running
         self._buffers = [each for pool in pools for each in buffers(pool)]
         self._allocator = allocator = pages_of(own)
-        sizes = [(each, name) for each in (own, *(getattr(own, part) for part in OBSERVERS)) for name in SIZES]
-        sizes = [*(each for each in sizes if getattr(*each, None)), (allocator, "size")]
-        self._sizes = [(each, name, int(getattr(each, name))) for each, name in sizes]
+        #: What says how many tokens all pages hold: an object, its attribute, and the value without a limit.
+        self._sizes: list[tuple[object, str, int]] = [(allocator, "size", int(allocator.size))]
+        for holder in (own, *(getattr(own, part) for part in OBSERVERS)):
+            for name in SIZES:
+                if tokens := getattr(holder, name, None):
+                    self._sizes.append((holder, name, int(tokens)))
         self._held: torch.Tensor = allocator.free_pages[:0]
         self._stale = False  # whether the table may name pages that have no memory any more
         cache = importlib.import_module("sglang.srt.mem_cache.base_prefix_cache")
         self._evict_params = cache.EvictParams
         sizing = importlib.import_module("sglang.srt.mem_cache.allocation_sizing")
         page_tokens = int(allocator.page_size)
+        total = int(allocator.size) // page_tokens + 1  # with the page that no request gets, as in the next
         # Besides what a request may have, SGLang admits it only if a step and a page more are free.
         longest = own.max_req_len + sizing.get_alloc_reserve_per_decode() + 2 * page_tokens
-        super().__init__(int(allocator.size) // page_tokens + 1, math.ceil(longest / page_tokens) + 1, page_tokens)
+        super().__init__(total, math.ceil(longest / page_tokens) + 1, page_tokens)
         self._backed = self._total
         wrap(allocator, "clear", self._clear)
         if not getattr(own.tree_cache, "disable", True):
@@ -158,8 +162,8 @@ class SchedulerPages(PageLimit):
         self._note_size()
 
     def _note_size(self) -> None:
-        for each, name, size in self._sizes:
-            object.__setattr__(each, name, size - len(self._held) * self._page_tokens)  # some are frozen
+        for holder, name, tokens in self._sizes:
+            object.__setattr__(holder, name, tokens - len(self._held) * self._page_tokens)  # some are frozen
         if (gauges := getattr(self._own, "metrics_collector", None)) is not None:
             size = self._own.max_total_num_tokens
             for name, value in (("max_total_num_tokens", size), ("num_pages", size // self._page_tokens)):
