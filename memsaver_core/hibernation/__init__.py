@@ -55,7 +55,7 @@ def _one_step(take: _Take) -> _Take:
         with self._lock:
             try:
                 return take(self)
-            except (errors.MemsaverError, StepFailedError) as error:
+            except errors.MemsaverError as error:
                 raise self._described(error) from None
 
     return one_step
@@ -117,7 +117,7 @@ class Hibernation:
             if self._helper is None or not self._helper.alive:
                 return None
             total, used, own = map(int, self._helper.ask("memory", uuid, *pids))
-        except (errors.MemsaverError, StepFailedError):
+        except errors.MemsaverError:
             return None
         finally:
             self._lock.release()
@@ -146,9 +146,9 @@ class Hibernation:
         seconds = self._lock_calls()
         try:
             return seconds | self._checkpoint()
-        except (errors.MemsaverError, StepFailedError):
+        except errors.MemsaverError:
             if self._state is _State.LOCKED:
-                with suppress(errors.MemsaverError, StepFailedError):
+                with suppress(errors.MemsaverError):
                     self._unlock()
             raise
 
@@ -206,7 +206,7 @@ class Hibernation:
             return {}
         try:
             [seconds] = self._step("unlock")
-        except (errors.MemsaverError, StepFailedError):
+        except errors.MemsaverError:
             if self.is_away():
                 raise
             return {"unlock_repeats": 1.0}  # its repeat in _state_after worked
@@ -219,14 +219,14 @@ class Hibernation:
         """Have the helper take a step. If that fails, undo what was half done, and note the state that it left."""
         try:
             return self._ask(step, *arguments)
-        except (errors.MemsaverError, StepFailedError) as error:
+        except errors.MemsaverError as error:
             self._state = self._state_after(step, error)
             raise
 
-    def _state_after(self, step: str, error: errors.MemsaverError | StepFailedError) -> _State:
+    def _state_after(self, step: str, error: errors.MemsaverError) -> _State:
         now = self._driver_state()
         if undo := _UNDO.get((step, now)):
-            with suppress(errors.MemsaverError, StepFailedError):
+            with suppress(errors.MemsaverError):
                 self._ask(undo)
             now = self._driver_state()
         # Driver 580 cannot bring a process back after a restore that failed half way, and does not say so.
@@ -236,7 +236,7 @@ class Hibernation:
             self._restore_failed = True
         return _State.LOST if stuck else _STATES.get(now, _State.UNKNOWN)
 
-    def _described(self, error: errors.MemsaverError | StepFailedError) -> errors.MemsaverError:
+    def _described(self, error: errors.MemsaverError) -> errors.MemsaverError:
         """Return the error to raise for a failed step, with the state that the process is in."""
         if self._state is _State.LOST:
             self._failure = f"{error}: the driver cannot restore this process; restart it"

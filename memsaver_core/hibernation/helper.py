@@ -24,7 +24,7 @@ END_S = 5.0
 PATH = Path(_native.__file__).with_name("memsaver-hibernate")
 
 
-class StepFailedError(Exception):
+class StepFailedError(MemsaverError):
     """The helper's answer that a step failed. ``state`` is the driver's of this process now: running, locked,
     checkpointed, failed or unknown. If memory is short, ``device`` names the device and ``needed_bytes`` is not 0."""
 
