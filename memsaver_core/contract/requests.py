@@ -88,6 +88,10 @@ class Tagged(Fields):
     def _without_repeats(cls, tags: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(tags))
 
+    def concerns(self, tag: str) -> bool:
+        """Return whether the call is about ``tag``."""
+        return not self.tags or tag in self.tags
+
 
 class MemoryRequest(Tagged):
     """What becomes of the memory: all that the core and the ranks are given."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from memsaver_core.contract.errors import AdmissionClosedError, DrainTimeoutError
 from memsaver_core.contract.requests import DrainMode
 from memsaver_server import clock
-from memsaver_server.engine import Engine, never, waits
+from memsaver_server.engine import never, waits
 
 
 @dataclass(eq=False)
@@ -103,6 +103,3 @@ class Gate:
             request = InFlightRequest(f"{name} #{number}" if name else f"request {number}")
             self._inside[request.name] = request
             return request
-
-
-_implements: type[Engine] = Gate

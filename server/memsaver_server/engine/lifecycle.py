@@ -273,7 +273,7 @@ class Lifecycle:
         assert self.fit_cache is not None
         self.check(request)
         operation.await_commit()
-        asked = {tag for tag in released_tags(self.memory.status()) if not request.tags or tag in request.tags}
+        asked = {tag for tag in released_tags(self.memory.status()) if request.concerns(tag)}
         others = request.model_copy(update={"tags": tuple(sorted(asked - {*ResizeKvCache.tags}))})
         moved = [tag for tag in self.memory.resume(others, log=log).tags if not tag.already] if others.tags else []
         report = self.fit_cache(lambda: self.memory.resume(request, log=log))
@@ -450,8 +450,7 @@ class Lifecycle:
         if not isinstance(request, Release):
             return
         for tag in status.tags:
-            asked = not request.tags or tag.tag in request.tags
-            if asked and not keeps_content(tag, request) and needs_writing(tag, request):
+            if request.concerns(tag.tag) and not keeps_content(tag, request) and needs_writing(tag, request):
                 raise errors.UnsupportedError(
                     f"the content of {tag.tag} would have to be written again, and an update writes that of all "
                     f"engines: keep it, or leave out dp_ranks; {nothing}"
@@ -487,7 +486,7 @@ class Lifecycle:
     def _note_released(self, request: Release, asked: Release, before: tuple[TagStatus, ...]) -> None:
         """Note which tags were released and which lost content, by the core's status: a release may fail half way."""
         tags = self.status_of(request).tags
-        released = [tag for tag in tags if tag.released_bytes and (not asked.tags or tag.tag in asked.tags)]
+        released = [tag for tag in tags if tag.released_bytes and asked.concerns(tag.tag)]
         undone = self.memory.take_lost() if isinstance(self.memory, WatchedMemory) else set()
         lost = lost_tags(before, released, request) | undone
         unwritten = [tag.tag for tag in tags if tag.tag in lost and needs_writing(tag, request)]
@@ -513,5 +512,5 @@ class Lifecycle:
 
 def _gives_up_cache(request: Release, tags: Iterable[TagStatus]) -> bool:
     """Whether the release takes the KV cache, and its content is not kept."""
-    cache = [tag for tag in tags if tag.tag in ResizeKvCache.tags and (not request.tags or tag.tag in request.tags)]
+    cache = [tag for tag in tags if tag.tag in ResizeKvCache.tags and request.concerns(tag.tag)]
     return any(tag.resident_bytes and not keeps_any(request.restore.get(tag.tag, tag.restore)) for tag in cache)

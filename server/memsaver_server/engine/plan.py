@@ -31,7 +31,7 @@ def plan_release(lifecycle: Lifecycle, request: Release) -> PlanAnswer:
     now, status = lifecycle.snapshot(), lifecycle.status_of(request)
     asked = narrowed(request, status.tags) if now.status.enabled else request
     held = () if now.status.hibernated else status.tags  # then nothing is on the device
-    tags = [_released(tag, asked) for tag in held if not asked.tags or tag.tag in asked.tags]
+    tags = [_released(tag, asked) for tag in held if asked.concerns(tag.tag)]
     host, file = backup_rooms(tags, now.status)
     blockers = list(_blockers(lifecycle, now, request))
     if request.hibernate and now.status.enabled:

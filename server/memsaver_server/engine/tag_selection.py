@@ -54,7 +54,7 @@ def narrowed(request: Release, tags: Iterable[TagStatus]) -> Release:
     NotEnoughToReleaseError if they hold less."""
     if request.at_least_bytes is None:
         return request
-    candidates = [tag for tag in tags if tag.resident_bytes and (not request.tags or tag.tag in request.tags)]
+    candidates = [tag for tag in tags if tag.resident_bytes and request.concerns(tag.tag)]
     # Discarded before kept, then tags with a complete backup; among equals the largest first, so that few are touched.
     candidates.sort(key=lambda tag: (keeps_content(tag, request), tag.backed_up_bytes < tag.bytes, -tag.resident_bytes))
     chosen: list[str] = []

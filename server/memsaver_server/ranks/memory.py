@@ -181,7 +181,7 @@ class RankMemory(Group):
         self.check_tags(list(request.restore))
         if not self.enabled():
             return self._merged_report("release", (), log)
-        with self._operating("release", log) as steps, self.only(_dp_ranks_of(request)):
+        with self._operating("release", log, request) as steps:
             plans = self._plans(steps, request)
             if self.hibernated:
                 again = protocol.Move("release", _awake(request, request.tags))
@@ -199,7 +199,7 @@ class RankMemory(Group):
         if not self.enabled():
             return self._merged_report("resume", (), log)
         memory = MemoryRequest(tags=request.tags)
-        with self._operating("resume", log) as steps, self.only(_dp_ranks_of(request)):
+        with self._operating("resume", log, request) as steps:
             plans = steps.prepare(protocol.Prepare("resume", memory))
             if self.hibernated:
                 self._take_hibernation(steps, "restore", Phase.WAKE, "checkpoint")
@@ -216,15 +216,13 @@ class RankMemory(Group):
 
     def check_release(self, request: MemoryRequest) -> None:
         """Raise the error with which ``release`` would certainly fail now; hold the disk space that it needs."""
-        log = PhaseLog(read=self.read_devices)
-        with self._operating("release", log) as steps, self.only(_dp_ranks_of(request)):
+        with self._operating("release", PhaseLog(read=self.read_devices), request) as steps:
             self._to_suspend(request, self._plans(steps, request))
             self._take_reservation(steps, Phase.CHECK, protocol.Reserve("release", request))
 
     def reserve(self, request: Tagged) -> None:
         """Take the device memory that a resume needs, on every rank or on none; raises as ``resume``."""
-        log = PhaseLog(read=self.read_devices)
-        with self._operating("resume", log) as steps, self.only(_dp_ranks_of(request)):
+        with self._operating("resume", PhaseLog(read=self.read_devices), request) as steps:
             memory = MemoryRequest(tags=request.tags)
             steps.prepare(protocol.Prepare("resume", memory))
             self._take_reservation(steps, Phase.RESERVE, protocol.Reserve("resume", memory))
@@ -236,7 +234,7 @@ class RankMemory(Group):
     def resize(self, pages: int, before: int) -> None:
         """Back only the first ``pages`` pages of the KV cache with memory, on every rank, or only the first ``before``
         as now. Raises as ``memsaver_core.resize`` and ``release``."""
-        with self._operating("resume", PhaseLog(read=self.read_devices)) as steps:
+        with self._operating("resume", PhaseLog(read=self.read_devices), Tagged()) as steps:
             undo = partial(self.ask, protocol.Resize(before))
             steps.take("resize of the KV cache", Phase.RESERVE, partial(self.ask, protocol.Resize(pages)), undo)
 
@@ -253,8 +251,7 @@ class RankMemory(Group):
 
     def _release(self, steps: Steps, request: MemoryRequest, communicators: tuple[str, ...]) -> None:
         """Release kept content first: until other content is discarded, all can be undone without loss."""
-        tags = [tag for tag in self.status().tags if tag.tag != COMMUNICATORS]
-        tags = [tag for tag in tags if not request.tags or tag.tag in request.tags]
+        tags = [tag for tag in self.status().tags if tag.tag != COMMUNICATORS and request.concerns(tag.tag)]
         kept = tuple(tag.tag for tag in tags if keeps_any(request.restore.get(tag.tag, tag.restore)))
         asked = request.tags or [tag.tag for tag in tags] or WELL_KNOWN_TAGS
         rest = tuple(tag for tag in asked if tag not in kept and tag != COMMUNICATORS)
@@ -360,13 +357,15 @@ class RankMemory(Group):
         return self.ask(protocol.Move("release", MemoryRequest(tags=tags, restore=restore))) if tags else []
 
     @contextmanager
-    def _operating(self, operation: Verb, log: PhaseLog) -> Iterator[Steps]:
+    def _operating(self, operation: Verb, log: PhaseLog, request: Tagged) -> Iterator[Steps]:
+        """In the block, take steps on the ranks that ``request`` is about."""
         self.raise_if_failed()
         self.progress.begin()
         self._operation, self._began = operation, time.monotonic()
         steps = Steps(self, log)
         try:
-            with log.running(lambda: self.progress.phase or steps.phase):
+            dp_ranks = request.dp_ranks if isinstance(request, OnTags) else ()
+            with log.running(lambda: self.progress.phase or steps.phase), self.only(dp_ranks):
                 yield steps
         except errors.MemsaverError:
             if steps.failed_phase:
@@ -396,10 +395,6 @@ def _changed(before: Sequence[Status | None], after: Sequence[Status | None]) ->
         earlier = {tag.tag: tag.released_bytes for tag in one.tags} if one is not None else {}
         changed |= {tag.tag for tag in (other.tags if other else ()) if tag.released_bytes > earlier.get(tag.tag, 0)}
     return tuple(sorted(changed - {COMMUNICATORS}))
-
-
-def _dp_ranks_of(request: Tagged) -> tuple[int, ...]:
-    return request.dp_ranks if isinstance(request, OnTags) else ()
 
 
 def _suspendable(plans: Mapping[int, protocol.Plan]) -> tuple[tuple[str, ...], list[str]]:

@@ -732,8 +732,8 @@ class SchedulerMemory(RankMemory):
             self.run("")  # after this every rank has done what the block had it do
 
     @contextmanager
-    def _operating(self, operation: Verb, log: ms.PhaseLog) -> Iterator[Steps]:
-        with self._asking, super()._operating(operation, log) as steps:
+    def _operating(self, operation: Verb, log: ms.PhaseLog, request: Tagged) -> Iterator[Steps]:
+        with self._asking, super()._operating(operation, log, request) as steps:
             yield steps
 
     def give_back_reserved(self) -> None:

@@ -56,7 +56,7 @@ class VllmMemory(RankMemory):
         if any(answer.failure is not None for answer in answers):
             return answers
         discards_weights = options.restore.get("weights") == RestorePolicy.DISCARD
-        level = 2 if discards_weights and (not options.tags or "weights" in options.tags) else 1
+        level = 2 if discards_weights and options.concerns("weights") else 1
         self.progress.asking()  # a rank that is put to sleep is at work, as it is with a message
         try:
             self.wait(self.channel.sleep(level, self.part))
