@@ -153,7 +153,6 @@ class Scheduler(LimitedPages):
                 request.finish = {"type": "abort", "message": message}
             if not self._busy:
                 self._sweep()
-            self._changed.notify_all()
 
     def flush_cache(self) -> None:
         with self._changed:

@@ -72,6 +72,8 @@ RESULTS = 32
 REST_MS = 1000
 
 T = TypeVar("T")
+#: Something to do, mostly in the scheduler's thread.
+Act = Callable[[], None]
 
 
 class LateError(MemsaverError):
@@ -291,7 +293,7 @@ class EventLoop:
         return process([each for each in received if not isinstance(each, Command)])
 
     def _carry_out(self, command: Command) -> None:
-        call = partial(getattr(self.scheduler, command.name), *command.arguments) if command.name else _nothing
+        call = partial(getattr(self.scheduler, command.name), *command.arguments) if command.name else lambda: None
         if not command.number:
             call()
             return
@@ -468,10 +470,6 @@ class IdleRest:
             os.eventfd_read(self._wake)
 
 
-def _nothing() -> None:
-    """Do nothing: there is nothing to begin, to undo or to do then."""
-
-
 class _NotWrittenError(Exception):
     """The engine has answered that it wrote no weights."""
 
@@ -497,7 +495,7 @@ class LoopEngine(LeadingLoop, Engine):
         self.run_on_all: Callable[..., object] = (several or self).run
         #: Returns the requests in flight on all ranks.
         self.in_flight = several.in_flight if several and scheduler.topology.several_receive else scheduler.in_flight
-        self._waiting: list[tuple[Future[None], Callable[[], None]]] = []  # used in the scheduler's thread alone
+        self._waiting: list[tuple[Future[None], Act]] = []  # used in the scheduler's thread alone
         self._flush_at_repair = False
         self.unwritten_weights: tuple[str, ...] = ()
         self._updates: dict[str, Future[Any]] = {}  # updates of weights in progress, by the class of the answer
@@ -525,10 +523,10 @@ class LoopEngine(LeadingLoop, Engine):
     def when_still(
         self,
         timeout_s: float,
-        then: Callable[[], None] = _nothing,
+        then: Act = lambda: None,
         *,
-        begin: Callable[[], None] = _nothing,
-        undo: Callable[[], None] = _nothing,
+        begin: Act = lambda: None,
+        undo: Act = lambda: None,
         given_up: Callable[[], bool] = never,
     ) -> None:
         """In the scheduler's thread call ``begin`` at once, and ``then`` once no request is in flight, before another
@@ -538,7 +536,7 @@ class LoopEngine(LeadingLoop, Engine):
             self._when_this_rank_is_still(timeout_s, then, begin, undo, given_up)
             return
         deadline = time.monotonic() + timeout_s
-        self._when_this_rank_is_still(timeout_s, _nothing, begin, undo, given_up)
+        self._when_this_rank_is_still(timeout_s, lambda: None, begin, undo, given_up)
         for wait_s in waits(deadline, given_up, time.monotonic):
             self.is_done(Future(), wait_s)  # a pause, which ends early if the ranks fail
             if not (running := self.in_flight()):  # a rank whose admission is closed gets no new ones
@@ -548,12 +546,7 @@ class LoopEngine(LeadingLoop, Engine):
         raise DrainTimeoutError(timeout_s, running)
 
     def _when_this_rank_is_still(
-        self,
-        timeout_s: float,
-        then: Callable[[], None],
-        begin: Callable[[], None],
-        undo: Callable[[], None],
-        given_up: Callable[[], bool],
+        self, timeout_s: float, then: Act, begin: Act, undo: Act, given_up: Callable[[], bool]
     ) -> None:
         """As ``when_still``, if this rank alone receives requests."""
         deadline = time.monotonic() + timeout_s
