@@ -18,9 +18,7 @@ BUILD_TOOLS := scikit-build-core pybind11 cmake ninja
 # A version for which there is a tests/sglang/requirements-VERSION.txt.
 SGLANG ?= 0.5.17
 SGLANG_VENV := build/sglang-$(SGLANG)
-# Likewise of tests/tokenspeed.
-TOKENSPEED ?= 0.1.0
-TOKENSPEED_VENV := build/tokenspeed-$(TOKENSPEED)
+TOKENSPEED_VENV := build/tokenspeed
 RAY_VENV := build/ray
 # Else each program that the tests start compiles torch's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -58,14 +56,13 @@ $(SGLANG_VENV)/.ready: tests/sglang/set_up tests/sglang/requirements.txt tests/s
 	@mkdir -p build
 	@tests/sglang/set_up $(VENV) $(SGLANG_VENV) $(SGLANG)
 
-test-tokenspeed: $(TOKENSPEED_VENV)/.ready  ## tests against real tokenspeed without its kernels; TOKENSPEED=0.1.1 chooses its version (minutes)
+test-tokenspeed: $(TOKENSPEED_VENV)/.ready  ## tests against real tokenspeed without its kernels (minutes)
 	OMP_NUM_THREADS=1 MEMSAVER_DRIVER=host $(TOKENSPEED_VENV)/bin/python -m pytest -p no:cacheprovider tests/tokenspeed $(ARGS)
 
-$(TOKENSPEED_VENV)/.ready: tests/tokenspeed/set_up tests/tokenspeed/requirements.txt \
-    tests/tokenspeed/requirements-$(TOKENSPEED).txt | $(READY)
+$(TOKENSPEED_VENV)/.ready: tests/tokenspeed/set_up tests/tokenspeed/requirements.txt | $(READY)
 	@echo 'Setting up $(TOKENSPEED_VENV) ...'
 	@mkdir -p build
-	@tests/tokenspeed/set_up $(VENV) $(TOKENSPEED_VENV) $(TOKENSPEED)
+	@tests/tokenspeed/set_up $(VENV) $(TOKENSPEED_VENV)
 
 test-ray: $(RAY_VENV)/.ready  ## a fleet on a Ray cluster of simulated nodes, Ray Serve LLM's calls, and the example (minutes)
 	$(RAY_VENV)/bin/python -m pytest -p no:cacheprovider tests/fleet_on_ray $(ARGS)

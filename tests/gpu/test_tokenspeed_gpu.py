@@ -24,13 +24,13 @@ if find_spec("tokenspeed_kernel") is None:
 
 import grpc
 
-from tests.tokenspeed.server import ARGUMENTS, Server, write_model
+from tests.tokenspeed.server import ARGUMENTS, NO_PREFIXES, Server, write_model
 
 CONFIG = json.loads((Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json").read_text())
 #: Prompts of more than 64 tokens are computed without a graph. The KVStore would pin 120 GB at the start.
 QUICK = (
     "--chunked-prefill-size", "512", "--gpu-memory-utilization", "0.5", "--max-cudagraph-capture-size", "8",
-    "--prefill-graph-max-tokens", "64", "--no-enable-prefix-caching", "--kvstore-size", "4",
+    "--prefill-graph-max-tokens", "64", NO_PREFIXES, "--kvstore-size", "4",
 )  # fmt: skip
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -48,7 +48,7 @@ class GpuServer(Server):
         EngineServer.__init__(self, log)
         grpc_port = free_port()
         self._address = f"127.0.0.1:{grpc_port}"
-        command = [sys.executable, "-m", "memsaver_server.integrations.tokenspeed.serve", "--model", str(model)]
+        command = [sys.executable, "-m", "smg_grpc_servicer.tokenspeed", "--model", str(model)]
         ports = ["--port", str(grpc_port), "--rl-control-port", self.url.rpartition(":")[2]]
         self.run(
             [*command, *ARGUMENTS, *QUICK, *ports, *arguments],

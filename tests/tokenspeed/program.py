@@ -11,40 +11,32 @@ import os
 import runpy
 import time
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from tokenspeed.runtime.distributed.process_group_manager import process_group_manager
 from tokenspeed.runtime.engine import event_loop, pause
+from tokenspeed.runtime.execution import device, factory
+from tokenspeed.runtime.execution.forward_thread import ForwardThread
 from tokenspeed.runtime.execution.types import ModelExecutionResult
+from tokenspeed.runtime.execution.workspace import workspace_pool
+from tokenspeed.runtime.layers.attention import registry
+from tokenspeed.runtime.layers.attention.backends.paged.trtllm_mla import get_trtllm_workspace_buffer
+from tokenspeed.runtime.layers.attention.kv_cache.recipes.cache_runtime import CacheRuntimeContract
+from tokenspeed.runtime.layers.attention.kv_cache.recipes.spec import CacheGroupSpec
 from tokenspeed.runtime.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import memsaver_core as ms
 from memsaver_core import process
-from memsaver_server.integrations.tokenspeed.serve import prepare
-
-try:  # up to 0.1.0
-    from tokenspeed.runtime.configs.paged_cache_spec import PagedCacheGroupSpec
-    from tokenspeed.runtime.layers.attention.backends.trtllm_mla import get_trtllm_workspace_buffer
-except ImportError:
-    from tokenspeed.runtime.execution import device, factory
-    from tokenspeed.runtime.execution.forward_thread import ForwardThread
-    from tokenspeed.runtime.execution.workspace import workspace_pool
-    from tokenspeed.runtime.layers.attention import registry
-    from tokenspeed.runtime.layers.attention.backends.paged.trtllm_mla import get_trtllm_workspace_buffer
-    from tokenspeed.runtime.layers.attention.kv_cache.recipes.cache_runtime import CacheRuntimeContract
-    from tokenspeed.runtime.layers.attention.kv_cache.recipes.spec import CacheGroupSpec
-
-HAS_FORWARD_THREAD = not hasattr(event_loop, "create_model_runner")
 
 ROWS = 40
 LENGTH = 4096
 TOKENS = ROWS * LENGTH
 PAGE = 64
 VOCABULARY = 1000
-#: The bytes of a backend's workspace in the block that backends share from 0.1.1 on.
+#: The bytes of a backend's workspace in the block that backends share.
 WORKSPACE = 1 << 20
 #: How long a step takes, seconds: requests are then in flight for long enough to release beside them.
 STEP_S = 0.004
@@ -66,13 +58,9 @@ class Model(torch.nn.Module):
 class Cache:
     supports_hierarchical_kv_cache = False
     prefix_cache_required_group_ids = None
-    if HAS_FORWARD_THREAD:
-        groups = (CacheGroupSpec("all", "full_history", PAGE, 1, replayable=False),)
-        contract = CacheRuntimeContract(PAGE, TOKENS // PAGE, TOKENS, groups, {"all": TOKENS // PAGE + 1}, {"all": 1})
-        arena = SimpleNamespace(runtime_contract=contract, cache_group_specs=groups, supports_disaggregation=False)
-    else:
-        paged_cache_group_specs = (PagedCacheGroupSpec("all", "full_history", PAGE, 1, None),)
-        paged_cache_group_page_counts: ClassVar = {"all": TOKENS // PAGE}
+    groups = (CacheGroupSpec("all", "full_history", PAGE, 1, replayable=False),)
+    contract = CacheRuntimeContract(PAGE, TOKENS // PAGE, TOKENS, groups, {"all": TOKENS // PAGE + 1}, {"all": 1})
+    arena = SimpleNamespace(runtime_contract=contract, cache_group_specs=groups, supports_disaggregation=False)
 
     def __init__(self) -> None:
         self.tokens = torch.zeros((ROWS, LENGTH), dtype=torch.int64, device=ms.torch_device())
@@ -98,9 +86,8 @@ class Executor:
         self.workspace = get_trtllm_workspace_buffer(ms.torch_device())
         self.model_runner = model_runner
         self.token_to_kv_pool = cache
-        if HAS_FORWARD_THREAD:
-            self.forward_thread = ForwardThread("cpu")
-            assert process.saver().owns(self.view.data_ptr())
+        self.forward_thread = ForwardThread("cpu")
+        assert process.saver().owns(self.view.data_ptr())
 
     def autotune(self) -> None: ...
 
@@ -136,8 +123,6 @@ class Executor:
         lengths = torch.ones(len(out), dtype=torch.int64)
         return ModelExecutionResult(output_tokens=torch.tensor(out), copy_event=ended, output_lengths=lengths)
 
-    execute_forward_op_with_log = execute_forward_op  # up to 0.1.0
-
 
 class Runner:
     """Receives weights not from a trainer's process group but from the seed of ``Model``."""
@@ -168,12 +153,9 @@ def create_model_runner(server_args: Any, *arguments: Any) -> tuple[Any, None]:
 def create_attn_components(server_args: Any, *arguments: Any, **named: Any) -> Any:
     adapter = TorchMemorySaverAdapter.create(enable=server_args.enable_memory_saver)
     get_trtllm_workspace_buffer(ms.torch_device())  # as a backend does for its process
-    if HAS_FORWARD_THREAD:
-        (Executor.view,) = workspace_pool(ms.torch_device()).allocate(((WORKSPACE,), torch.uint8))
+    (Executor.view,) = workspace_pool(ms.torch_device()).allocate(((WORKSPACE,), torch.uint8))
     with adapter.region(tag="kv_cache", enable_cpu_backup=False):
         cache = Cache()
-    if not HAS_FORWARD_THREAD:
-        return None, cache, None, None, TOKENS, 0, None
     nothing = dict.fromkeys(registry.AttentionBuild.__dataclass_fields__)
     return registry.AttentionBuild(**{**nothing, "token_to_kv_pool": cache})
 
@@ -191,40 +173,26 @@ def init_distributed(loop: Any) -> float:
 
 
 def reset_caches(loop: Any) -> bool:
-    """As from 0.1.1 on: not while a transfer runs."""
+    """As tokenspeed's own: not while a transfer runs."""
     return loop.attn_tp_rank > 0 or time.monotonic() > Executor.stepped_at + TRANSFER_S
 
 
-def default_stream() -> SimpleNamespace:
-    """The overlapping loop orders streams, of which there are none. CUDA waits while the process is hibernated."""
-    while ms.status().hibernated:
-        time.sleep(0.01)
-    return SimpleNamespace(wait_stream=lambda stream: None)
+class NoDeviceWork(TorchDispatchMode):
+    """As tokenspeed's guard of the event loop's thread, which knows device work by tensors of CUDA."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, torch.Tensor) and process.saver().owns(each.untyped_storage().data_ptr()):
+                assert device._only_aliases_inputs(func), f"{func} on the device in the event loop's thread"
+        return func(*args, **(kwargs or {}))
 
 
-torch.cuda.default_stream = default_stream
 event_loop.EventLoop._init_distributed = init_distributed
-if HAS_FORWARD_THREAD:
-
-    class NoDeviceWork(TorchDispatchMode):
-        """As tokenspeed's guard of the event loop's thread, which knows device work by tensors of CUDA."""
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            for each in tree_leaves((args, kwargs)):
-                if isinstance(each, torch.Tensor) and process.saver().owns(each.untyped_storage().data_ptr()):
-                    assert device._only_aliases_inputs(func), f"{func} on the device in the event loop's thread"
-            return func(*args, **(kwargs or {}))
-
-    event_loop.maybe_control_plane_guard = NoDeviceWork
-    factory.create_model_runner, factory.create_model_executor = create_model_runner, create_model_executor
-    registry.create_attn_components = create_attn_components
-    own_reset = pause.PauseHooks.reset_caches_for_release
-    pause.PauseHooks.reset_caches_for_release = lambda hooks: reset_caches(hooks._loop) and own_reset(hooks)
-    device._cudagraph_probe_refusal = lambda *arguments: "there are no graphs"
-else:
-    event_loop.create_model_runner, event_loop.create_model_executor = create_model_runner, create_model_executor
-    event_loop.create_attn_components = create_attn_components
-    event_loop.EventLoop._reset_caches_for_release = reset_caches
-prepare()
+event_loop.maybe_control_plane_guard = NoDeviceWork
+factory.create_model_runner, factory.create_model_executor = create_model_runner, create_model_executor
+registry.create_attn_components = create_attn_components
+own_reset = pause.PauseHooks.reset_caches_for_release
+pause.PauseHooks.reset_caches_for_release = lambda hooks: reset_caches(hooks._loop) and own_reset(hooks)
+device._cudagraph_probe_refusal = lambda *arguments: "there are no graphs"
 if __name__ == "__main__":
     runpy.run_module("smg_grpc_servicer.tokenspeed", run_name="__main__", alter_sys=False)

@@ -10,7 +10,6 @@ from threading import Event
 from typing import Any
 
 import grpc
-import tokenspeed_scheduler
 from smg_grpc_proto.generated import tokenspeed_scheduler_pb2 as messages
 from smg_grpc_proto.generated.tokenspeed_scheduler_pb2_grpc import TokenSpeedSchedulerStub
 
@@ -20,9 +19,7 @@ ARGUMENTS = (
     "--host", "127.0.0.1", "--enable-memory-saver", "--attention-backend", "triton", "--sampling-backend", "greedy",
     "--grammar-backend", "none", "--disable-kvstore", "--max-model-len", "4096", "--max-num-seqs", "32",
 )  # fmt: skip
-#: Whether the scheduler can forget cached prefixes, as from 0.1.1 on, where the option has another name.
-FORGETS = hasattr(tokenspeed_scheduler.Scheduler, "clear_l1_cache")
-NO_PREFIXES = "--disable-prefix-caching" if FORGETS else "--no-enable-prefix-caching"
+NO_PREFIXES = "--disable-prefix-caching"
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",

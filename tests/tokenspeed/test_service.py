@@ -7,8 +7,7 @@ import pytest
 
 from tests.engine_server import prompts
 
-from .conftest import Start
-from .server import FORGETS, Server
+from .server import Server
 
 
 def test_release_and_resume(server: Server) -> None:
@@ -84,13 +83,6 @@ def test_discarded_weights(server: Server) -> None:
         server.generate()
     server.write_weights()
     assert server.generate() == expected
-
-
-@pytest.mark.skipif(FORGETS, reason="this scheduler can forget prefixes")
-def test_prefixes_that_cannot_be_forgotten(start: Start) -> None:
-    refused = start("--enable-prefix-caching", wait=False)
-    assert refused.process.wait(120) != 0
-    assert "--no-enable-prefix-caching" in refused.output()
 
 
 def test_hibernation(server: Server) -> None:

@@ -19,11 +19,11 @@ from memsaver_server.integrations.tokenspeed.plugin import ADAPTER
 
 #: What an ``EventLoop`` must have: paths of attributes.
 NAMES = (
-    "_memory._kv_cache_release_allowed", "_memory._kv_repair", "_memory._reset_caches", "_pause._abort_all_pending",
-    "_pause.buffered_specs", "_pause.is_drain_pending", "_pause.released", "_pause.state", "attn_tp_cpu_group",
-    "output_processor.rid_to_state", "request_handler.grammar_manager", "request_handler.process_requests",
-    "request_handler.recv_func", "request_handler.recv_reqs", "request_handler.send_func", "scheduler",
-    "server_args.mapping.attn",
+    "_device._executor", "_device._thread", "_memory._kv_cache_release_allowed", "_memory._kv_repair",
+    "_memory._reset_caches", "_memory._weights_busy", "_pause._abort_all_pending", "_pause.buffered_specs",
+    "_pause.is_drain_pending", "_pause.released", "_pause.state", "attn_tp_cpu_group", "output_processor.rid_to_state",
+    "request_handler.grammar_manager", "request_handler.process_requests", "request_handler.recv_func",
+    "request_handler.recv_reqs", "request_handler.send_func", "scheduler", "server_args.mapping.attn",
 )  # fmt: skip
 
 
@@ -78,23 +78,10 @@ class TokenspeedScheduler(base.Scheduler):
 
         handler.recv_reqs = partial(loop.beginning, handler.recv_reqs)
         handler.process_requests = lambda received: loop.process(received, process_and_refuse)
-        if hasattr(self.own, "_paused_idle_step"):  # up to 0.1.0
-            self._begin_iteration = self.own._process_new_requests
-            self.own._process_new_requests = self._stay_while_frozen
         if self.own.server_args.mapping.world_size > 1:
             # tokenspeed always sets NCCL_CUMEM_ENABLE=0, and its all-reduces have buffers of all ranks.
             shared = "tokenspeed's ranks share device memory, in NCCL and for all-reduces, that cannot be checkpointed"
             register_check(lambda: [f"{shared}; release without hibernate, or run one rank"])
-
-    def _stay_while_frozen(self) -> None:
-        """Begin an iteration, and stay in it while nothing may be computed. The overlapping loop calls CUDA before each
-        iteration: in a hibernated process it would never receive the request for a wake-up."""
-        was_frozen = self.frozen
-        self._begin_iteration()
-        # The iteration that freezes is not held: it still has to commit what was computed before.
-        while was_frozen and self.frozen:
-            self.own._paused_idle_step()
-            self._begin_iteration()
 
     def lead(self, loop: base.LeadingLoop) -> base.IdleRest:
         handler = self.own.request_handler
@@ -107,12 +94,10 @@ class TokenspeedScheduler(base.Scheduler):
         return ended is not None and bool(ended.is_set())
 
     def is_still(self) -> bool:
-        """Return whether no request runs, no page of the cache is copied to the host, and no expert's weights move. In
-        a drain prefixes must be forgotten as well, which is then done: tokenspeed itself waits for that, too."""
-        copies = getattr(self.own, "_num_inflight_cache_ops", False)  # up to 0.1.0
-        moves = getattr(self.own._memory, "_weights_busy", bool)  # from 0.1.1 on
-        still = not copies and not moves() and bool(self._pausing.scheduler_drained(self.own.scheduler))
-        return still and (not self._draining or self._forgets())
+        """Return whether no request runs, and no expert's weights move. In a drain prefixes must be forgotten as well,
+        which is then done: tokenspeed itself waits for that, too."""
+        moves, drained = self.own._memory._weights_busy(), self._pausing.scheduler_drained(self.own.scheduler)
+        return bool(drained and not moves and (not self._draining or self._forgets()))
 
     def has_nothing_to_do(self) -> bool:
         pause = self._pause
@@ -177,26 +162,21 @@ class TokenspeedScheduler(base.Scheduler):
             raise MemsaverError("tokenspeed's cache is in use by a transfer; repeat the call")
 
     def _forgets(self) -> bool:
-        """Forget every cached prefix. Return False if pages are in use, which is possible from 0.1.1 on."""
-        return self.own._memory._reset_caches() is not False
+        """Forget every cached prefix. Return False if pages are in use."""
+        return bool(self.own._memory._reset_caches())
 
     def save_buffers(self) -> None:
-        self._on_device(super().save_buffers)
-
-    def _on_device(self, work: Callable[[], None]) -> None:
-        """Call ``work`` where tokenspeed allows work on the device: from 0.1.1 on not in the event loop's thread."""
-        handle = getattr(self.own, "_device", None)
-        handle._thread.run(work) if handle is not None else work()
+        # Here and below, not in the event loop's thread, where tokenspeed allows no work on the device.
+        self.own._device._thread.run(super().save_buffers)
 
     def repair(self, lost: Sequence[str]) -> None:
         """See ``Scheduler``. Also clears the pages of a lost cache."""
-        self._on_device(partial(super().repair, lost))
+        self.own._device._thread.run(partial(super().repair, lost))
         if "kv_cache" in lost:
             self.own._memory._kv_repair()
 
     def models(self) -> list[Any]:
-        executor = getattr(self.own, "model_executor", None)  # up to 0.1.0
-        return [(executor or self.own._device._executor).model_runner.model]
+        return [self.own._device._executor.model_runner.model]
 
 
 class Receiver:
@@ -255,7 +235,7 @@ class TokenspeedEngine(base.LoopEngine):
             )
         self.when_still(timeout_s, begin=lambda: self.post("drain", mode == "abort"), given_up=given_up)
         self.run_on_all("freeze")
-        self.run_on_all("")  # from this iteration on the loop calls no CUDA, see _stay_while_frozen
+        self.run_on_all("")  # the iteration that freezes has ended: it may call CUDA, the next ones do not
 
     # tokenspeed's own calls.
 

@@ -1,5 +1,5 @@
-"""What memsaver changes in tokenspeed's processes: by the entry point ``tokenspeed.plugins`` (``register``), by
-``serve.py`` for versions without it, or by hand (``attach``)."""
+"""What memsaver changes in tokenspeed's processes: by the entry point ``tokenspeed.plugins`` (``register``), or by hand
+(``attach``)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,9 @@ from memsaver_server.integrations.adapter.plugin import Plugin
 TAG = "workspace"
 BACKENDS = "tokenspeed.runtime.layers.attention.backends"
 REGISTRY = "tokenspeed.runtime.layers.attention.registry"
-#: The global variable of each, by its module in ``BACKENDS`` (``paged`` from 0.1.1 on), whose first backend creates it
-#: for the process.
-WORKSPACES = {
-    "flashmla": "_global_workspace_buffer",
-    "paged.flashmla": "_global_workspace_buffer",
-    "paged.trtllm_mla": "_trtllm_workspace_buffer",
-    "tokenspeed_mla": "_cutedsl_workspace_buffer",
-    "trtllm": "_global_workspace_buffer",
-    "trtllm_mla": "_trtllm_workspace_buffer",
-}
-#: From 0.1.1 on, the module with the block of each device of which other backends take views.
+#: The global variable of each, by its module in ``BACKENDS``, whose first backend creates it for the process.
+WORKSPACES = {"paged.flashmla": "_global_workspace_buffer", "paged.trtllm_mla": "_trtllm_workspace_buffer"}
+#: The module with the block of each device of which other backends take views.
 POOLS = "tokenspeed.runtime.execution.workspace"
 
 ADAPTER = "tokenspeed.runtime.utils.torch_memory_saver_adapter"
@@ -43,11 +35,8 @@ def register() -> None:
     and serve it at ``MEMSAVER_TOKENSPEED`` if that is set."""
     if not _plugin.starts():
         return
-    module = importlib.import_module("tokenspeed.runtime.engine.event_loop")
-    for owner in (module, importlib.import_module(REGISTRY)):  # in 0.1.0 the former calls it, from 0.1.1 on the latter
-        wrap(owner, "create_attn_components", _with_tagged_workspaces)
-    for name in ("event_loop", "event_loop_overlap"):  # the latter up to 0.1.0
-        wrap(module.EventLoop, name, _serve)
+    wrap(importlib.import_module(REGISTRY), "create_attn_components", _with_tagged_workspaces)
+    wrap(importlib.import_module("tokenspeed.runtime.engine.event_loop").EventLoop, "event_loop", _serve)
 
 
 def _serve(run: Callable[[Any], None], loop: Any) -> None:
@@ -61,8 +50,7 @@ def _with_tagged_workspaces(create: Callable[..., Any], server_args: Any, *argum
     components = create(server_args, *arguments, **named)
     held = [getattr(sys.modules.get(f"{BACKENDS}.{module}"), name, None) for module, name in WORKSPACES.items()]
     held += [pool._block for pool in getattr(sys.modules.get(POOLS), "_pools", {}).values()]
-    by_device = [each for one in held for each in (one.values() if isinstance(one, dict) else [one])]
-    workspaces = [each for each in by_device if isinstance(each, torch.Tensor)]
+    workspaces = [each for each in held if isinstance(each, torch.Tensor)]
     if server_args.enable_memory_saver and workspaces:
         adopt_shared((each, TAG, None) for each in workspaces)  # backends keep views
         torch.cuda.empty_cache()  # the memory that they were in
