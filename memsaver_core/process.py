@@ -83,17 +83,16 @@ def saver() -> _native.Saver:
     cannot be used here, ForkedProcessError if this process was forked from one that uses memsaver."""
     with _lock:
         if _saver is None:
-            _make_saver()
-        elif _pid != os.getpid():
+            return _make_saver()
+        if _pid != os.getpid():
             raise ForkedProcessError(
                 f"memsaver was set up in process {_pid} and cannot be used in its forked child {os.getpid()}; "
                 "start workers with the 'spawn' method"
             )
-        assert _saver is not None
         return _saver
 
 
-def _make_saver() -> None:
+def _make_saver() -> _native.Saver:
     global _saver, _backend, _pid
     values, kind = core_settings(), backend()
     kind.prepare()
@@ -114,6 +113,7 @@ def _make_saver() -> None:
     _saver, _backend, _pid = made, kind, os.getpid()
     # torch frees what regions hold until the very end of the process, when the driver is gone.
     atexit.register(made.close)
+    return made
 
 
 @lru_cache

@@ -215,7 +215,7 @@ def status() -> Status:
     if (saver := process.existing_saver()) is None:
         return Status(enabled=process.enabled(), driver=driver, state=state, tags=nccl_tags, **of_nccl)
     now = saver.status()
-    lost = hibernation.failure()
+    lost = hibernation.this_process.failure
     figures = {key: now[key] if now["operation"] else 0 for key in ("done_bytes", "total_bytes", "copied_bytes")}
     return Status(
         enabled=True,

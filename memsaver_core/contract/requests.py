@@ -151,7 +151,8 @@ class _Operation(Fields):
 
     def patience_s(self, phase: str) -> float:
         """Return how long ``phase`` may wait beyond the phase timeout because the caller asked for it, seconds."""
-        return 0.0
+        field = {"drain": "timeout_s", "wait_for_memory": "wait_for_memory_s"}.get(phase, "")
+        return getattr(self, field, None) or 0.0
 
     def resolved(self, drain_timeout_s: float) -> Self:
         """Return the request with the service's drain deadline, if it can have one and names none."""
@@ -221,9 +222,6 @@ class Release(MemoryRequest, OnTags):
             raise ValueError("a server hibernates with all of its engines: leave out hibernate or dp_ranks")
         return self
 
-    def patience_s(self, phase: str) -> float:
-        return self.timeout_s or 0.0 if phase == "drain" else 0.0
-
 
 class Resume(OnTags):
     """Brings the memory of tags back, at the same addresses."""
@@ -245,9 +243,6 @@ class Resume(OnTags):
         if self.kv_cache == "shrink" and self.prepare:
             raise ValueError('what is prepared holds the memory of the whole KV cache: leave out "kv_cache": "shrink"')
         return self
-
-    def patience_s(self, phase: str) -> float:
-        return self.wait_for_memory_s if phase == "wait_for_memory" else 0.0
 
 
 _Cache = Acts("service", fleet="a fleet resizes no KV cache; send this to an engine")
@@ -283,9 +278,6 @@ class ResizeKvCache(_Operation):
         if sum(each is not None for each in (self.bytes, self.fraction, self.tokens)) != 1:
             raise ValueError("send one of bytes, fraction and tokens")
         return self
-
-    def patience_s(self, phase: str) -> float:
-        return {"drain": self.timeout_s or 0.0, "wait_for_memory": self.wait_for_memory_s}.get(phase, 0.0)
 
 
 # -- of a fleet -----------------------------------------------------------------------------------------------------

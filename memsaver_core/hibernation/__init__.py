@@ -30,11 +30,11 @@ LOCK_TIMEOUT_MS = 10_000
 #: The request that undoes or repeats a step that failed half way, by the step and the state that the driver reports.
 _UNDO = {("lock", "locked"): "unlock", ("checkpoint", "checkpointed"): "restore", ("unlock", "locked"): "unlock"}
 
-#: States of the process. UNKNOWN: the driver did not say; each step asks again.
-_State = Enum("_State", "RUNNING LOCKED HIBERNATED UNKNOWN LOST")
-
-#: States by the driver's words for them.
-_STATES = {"running": _State.RUNNING, "locked": _State.LOCKED, "checkpointed": _State.HIBERNATED, "failed": _State.LOST}
+#: States of the process, with the helper's words for them. UNKNOWN: the driver did not say; each step asks again.
+_State = Enum(
+    "_State",
+    {"RUNNING": "running", "LOCKED": "locked", "HIBERNATED": "checkpointed", "UNKNOWN": "unknown", "LOST": "failed"},
+)
 
 _CONSEQUENCES = {
     _State.RUNNING: "the process runs on as before",
@@ -68,7 +68,8 @@ class Hibernation:
         self._lock = threading.Lock()  # one request to the helper at a time
         self._helper: Helper | None = None
         self._state = _State.RUNNING
-        self._failure = ""
+        #: Why this process can never be woken again; an empty string if it can.
+        self.failure = ""
         self._devices: dict[str, int] = {}  # index of each device in use, by uuid
         self._held: dict[str, int] = {}  # bytes that the checkpoint gave back and a wake needs again, by uuid
         self._restore_failed = False
@@ -83,8 +84,8 @@ class Hibernation:
         was given. The driver does not list imported memory: what other libraries import is not seen. ``suspending``:
         communicators are suspended and imported memory is dropped first, so neither is an obstacle.
         """
-        if self._failure:
-            return [self._failure]
+        if self.failure:
+            return [self.failure]
         return [] if self.is_away() else preconditions.obstacles(preconditions.observe(), suspending)
 
     def is_hibernated(self) -> bool:
@@ -95,18 +96,10 @@ class Hibernation:
         """Return whether CUDA and NVML calls of this process would block. Ask with ``device_lock`` held."""
         return self._state is not _State.RUNNING
 
-    def failure(self) -> str:
-        """Return why this process can never be woken again, or an empty string."""
-        return self._failure
-
     def raise_if_lost(self) -> None:
         """Raise ContextLostError if this process can never be woken again."""
-        if self._failure:
-            raise errors.ContextLostError(self._failure)
-
-    def helper_pid(self) -> int | None:
-        helper = self._helper
-        return helper.pid if helper is not None and helper.alive else None
+        if self.failure:
+            raise errors.ContextLostError(self.failure)
 
     def read_memory(self, uuid: str, pids: Iterable[int]) -> tuple[int, int, int] | None:
         """Have the helper read a device: bytes in total, in use, and in use by the processes ``pids``; None if there is
@@ -234,13 +227,13 @@ class Hibernation:
         if isinstance(error, StepFailedError) and error.call in _RESTORE_STEPS and not error.needed_bytes:
             stuck = self._restore_failed and error.code == "CUDA_ERROR_OPERATING_SYSTEM"
             self._restore_failed = True
-        return _State.LOST if stuck else _STATES.get(now, _State.UNKNOWN)
+        return _State.LOST if stuck else _State(now)
 
     def _described(self, error: errors.MemsaverError) -> errors.MemsaverError:
         """Return the error to raise for a failed step, with the state that the process is in."""
         if self._state is _State.LOST:
-            self._failure = f"{error}: the driver cannot restore this process; restart it"
-            return errors.ContextLostError(self._failure, getattr(error, "call", ""), getattr(error, "code", ""))
+            self.failure = f"{error}: the driver cannot restore this process; restart it"
+            return errors.ContextLostError(self.failure, getattr(error, "call", ""), getattr(error, "code", ""))
         if not isinstance(error, StepFailedError):
             return error
         if error.needed_bytes:
@@ -293,8 +286,6 @@ def _wake_at_exit(hibernation: Hibernation) -> None:
 this_process = Hibernation()
 checkpoint = this_process.checkpoint
 device_lock = this_process.device_lock
-failure = this_process.failure
-helper_pid = this_process.helper_pid
 hibernate = this_process.hibernate
 is_away = this_process.is_away
 is_hibernated = this_process.is_hibernated

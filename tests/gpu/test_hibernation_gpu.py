@@ -75,7 +75,7 @@ def test_cycles_leave_nothing_and_bring_everything_back() -> None:
             assert torch.equal(out.cpu(), expected), cycle
             assert not cache.any()
         print("left", max(left), "hibernate", max(down), "wake", max(up))
-        print("helper", open(f"/proc/{hibernation.helper_pid()}/statm").read().split()[1])
+        print("helper", open(f"/proc/{hibernation.this_process._helper.pid}/statm").read().split()[1])
         """
     )
     print(told)
@@ -88,7 +88,7 @@ def test_killed_helper_is_replaced() -> None:
     told = run(
         """
         ms.release(hibernate=True)
-        os.kill(hibernation.helper_pid(), signal.SIGKILL)
+        os.kill(hibernation.this_process._helper.pid, signal.SIGKILL)
         try:
             ms.resume()
         except ms.MemsaverError as error:
@@ -103,7 +103,7 @@ def test_killed_helper_is_replaced() -> None:
 
 
 def test_killed_engine_leaves_nothing() -> None:
-    code = "ms.release(hibernate=True)\nprint(hibernation.helper_pid(), flush=True)\nsys.stdin.read()\n"
+    code = "ms.release(hibernate=True)\nprint(hibernation.this_process._helper.pid, flush=True)\nsys.stdin.read()\n"
     with Child("-c", SETUP + code) as engine:
         helper = int(engine.read_line())
         assert process_mib(engine.process.pid) <= 16

@@ -148,15 +148,21 @@ def test_a_failed_unlock_is_done_again(kept: Kept) -> None:
     assert kept.is_intact()
 
 
+def helper_pid() -> int | None:
+    """Return the process id of the helper; None if it has ended."""
+    running = hibernation.this_process._helper
+    return running.pid if running is not None and running.alive else None
+
+
 def test_a_killed_helper_is_replaced(kept: Kept) -> None:
     """The driver, not the helper, knows what is hibernated."""
     ms.release(hibernate=True)
-    helper = hibernation.helper_pid()
+    helper = helper_pid()
     assert helper is not None
     os.kill(helper, signal.SIGKILL)
     os.waitid(os.P_PID, helper, os.WEXITED | os.WNOWAIT)
     ms.resume()
-    assert hibernation.helper_pid() not in (None, helper)
+    assert helper_pid() not in (None, helper)
     assert kept.is_intact()
 
 
@@ -169,7 +175,7 @@ def test_a_helper_that_hangs_is_replaced(kept: Kept, monkeypatch: pytest.MonkeyP
     if step == "hibernate":
         ms.resume()
     asked = {"hibernate": "lock", "wake": "restore"}[step]
-    pid = hibernation.helper_pid()
+    pid = helper_pid()
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     told = f"process {pid}\\) did not answer for 0.2 s during '{asked}'; repeat"
@@ -179,7 +185,7 @@ def test_a_helper_that_hangs_is_replaced(kept: Kept, monkeypatch: pytest.MonkeyP
             calls[step]()
     assert ms.status().hibernated is (step == "wake")
     assert (used_bytes() == 0) is (step == "wake")
-    assert hibernation.helper_pid() not in (None, pid)
+    assert helper_pid() not in (None, pid)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     calls[step]()
@@ -356,7 +362,7 @@ def test_a_killed_engine_leaves_nothing_behind() -> None:
     changes = {"MEMSAVER_HOST_DEVICE": name, "MEMSAVER_HOST_CAPACITY": str(6 * MIB)}
     code = """
         ms.release(["kv_cache"], hibernate=True)
-        print(hibernation.helper_pid(), flush=True)
+        print(hibernation.this_process._helper.pid, flush=True)
         sys.stdin.read()
         """
     with Child("-c", program(code), inherited=settings(**changes)) as engine:
