@@ -68,7 +68,7 @@ class Arena {
 
   void add_allocation(Address address, std::size_t bytes) {
     allocations_.emplace(address, Allocation{address, bytes, {}, false, false});
-    live_ += bytes;
+    live_.add(address, bytes);
   }
   // Adds a released one, whose backup is `blocks`.
   void add_released(Address address, std::size_t bytes, std::vector<Block> blocks) {
@@ -83,12 +83,12 @@ class Arena {
     const std::size_t bytes = found->second.bytes;
     forget_loss(address, bytes);
     allocations_.erase(found);
-    live_ -= bytes;
+    live_.remove(address, bytes);
     std::vector<Chunk> unneeded;
     for_each_part(address, bytes, [&](Address begin, Address end, const Chunk* chunk) {
       if (chunk == nullptr) {
         unmapped_.add(begin, end - begin);
-      } else if (needed(*chunk)) {
+      } else if (live_.overlaps(chunk->address, chunk->bytes)) {
         mapped_.add(begin, end - begin);
       } else {
         mapped_.remove(chunk->address, chunk->bytes);
@@ -213,12 +213,8 @@ class Arena {
   [[nodiscard]] const std::map<Address, Chunk>& chunks() const { return chunks_; }
   // Returns the live addresses without memory that are not shrunk.
   [[nodiscard]] RangeSet released() const {
-    RangeSet runs;
-    for (const auto& [address, allocation] : allocations_) {
-      for_each_part(address, allocation.bytes, [&](Address begin, Address end, const Chunk* chunk) {
-        if (chunk == nullptr) runs.add(begin, end - begin);
-      });
-    }
+    RangeSet runs = live_;
+    for (const auto& [begin, chunk] : chunks_) runs.remove(begin, chunk.bytes);
     for (const auto& [begin, bytes] : shrunk_.ranges()) runs.remove(begin, bytes);
     return runs;
   }
@@ -236,7 +232,7 @@ class Arena {
     for_each_part(address, bytes, [&](Address, Address, const Chunk* chunk) { mapped = mapped && chunk != nullptr; });
     return mapped;
   }
-  [[nodiscard]] std::size_t live_bytes() const { return live_; }
+  [[nodiscard]] std::size_t live_bytes() const { return live_.total_bytes(); }
   [[nodiscard]] std::size_t mapped_bytes() const {
     std::size_t sum = 0;
     for (const auto& [address, chunk] : chunks_) sum += chunk.bytes;
@@ -298,10 +294,6 @@ class Arena {
 
  private:
   friend struct ArenaAudit;  // of the tests
-  [[nodiscard]] bool needed(const Chunk& chunk) const {
-    const auto after = allocations_.lower_bound(chunk.address + chunk.bytes);
-    return after != allocations_.begin() && std::prev(after)->first + std::prev(after)->second.bytes > chunk.address;
-  }
   void forget_loss(Address address, std::size_t bytes) {
     for (auto& [restore, ranges] : released_under_) ranges.remove(address, bytes);
     shrunk_.remove(address, bytes);
@@ -358,10 +350,10 @@ class Arena {
   RangeSet mapped_;                             // free, with memory
   RangeSet unmapped_;                           // free, without memory
   std::map<Restore, RangeSet> released_under_;  // by the policy at that time; may include free addresses
+  RangeSet live_;                               // in allocations
   RangeSet shrunk_;                             // live, and given back by a resize
   std::map<Address, Allocation> allocations_;
   std::map<Address, Chunk> chunks_;
-  std::size_t live_ = 0;
 };
 
 }  // namespace memsaver

@@ -79,8 +79,9 @@ class Saver::Operation {
  protected:
   struct PlannedChunk {
     Arena* arena;
-    Chunk chunk;      // resume: without a handle until it is acquired
-    Restore restore;  // how its live ranges are restored: by the resume after this release, or by this resume
+    Chunk chunk;  // resume: without a handle until it is acquired
+    // How its live ranges are restored: by the resume after this release, or by this resume. None: only by a resize.
+    std::optional<Restore> restore;
   };
 
   static std::size_t bytes_of(const std::vector<PlannedChunk>& chunks) {
@@ -202,6 +203,18 @@ class Saver::Operation {
       for (const auto& planned : device.acquired) planned.arena->add_chunk(planned.chunk);
       device.undo.dismiss();
     }
+  }
+
+  // Gives `chunks` back. Throws as PhysicalMemory::drop().
+  void drop(Work& device, const std::vector<PlannedChunk>& chunks) EXCLUDES(saver_.map_.mutex) {
+    const Stopwatch watch(device.seconds.driver);
+    for (const auto& planned : chunks) drop(device, planned);
+  }
+  void drop(Work& device, const PlannedChunk& planned) EXCLUDES(saver_.map_.mutex) {
+    saver_.physical_.drop(*planned.arena, planned.chunk, planned.restore);
+    device.released_bytes[planned.arena->key().tag] += planned.chunk.bytes;
+    if (device.freed_bytes < kFirstMemory) device.first_memory_seconds = seconds();
+    device.freed_bytes += planned.chunk.bytes;
   }
 
   // Restores what an operation that failed has taken from `chunks` of each device, so that the engine can go on. A
@@ -440,18 +453,7 @@ class Saver::Release final : public Operation {
       device.seconds = saver_.backups_.pipeline_of(device.device).save(device.blocks, ranges, drop_kept);
     });
     // Content that is not kept goes last, on every device: until some of it is gone, everything can be undone.
-    on_each_device([&](Work& device) {
-      const Stopwatch watch(device.seconds.driver);
-      for (const auto& planned : device.others) drop(device, planned);
-    });
-  }
-
-  // Throws as PhysicalMemory::drop().
-  void drop(Work& device, const PlannedChunk& planned) EXCLUDES(saver_.map_.mutex) {
-    saver_.physical_.drop(*planned.arena, planned.chunk, planned.restore);
-    device.released_bytes[planned.arena->key().tag] += planned.chunk.bytes;
-    if (device.freed_bytes < kFirstMemory) device.first_memory_seconds = seconds();
-    device.freed_bytes += planned.chunk.bytes;
+    on_each_device([&](Work& device) { drop(device, device.others); });
   }
 
   // Returns whether some content that is not kept is gone.
@@ -539,7 +541,7 @@ class Saver::Resize final : public Operation {
     const RangeSet used = used_of(arena);
     Work& work = on(arena.key().device);
     for (const auto& [address, chunk] : arena.chunks()) {
-      if (!used.overlaps(address, chunk.bytes)) work.going.push_back({&arena, chunk, Restore::zero});
+      if (!used.overlaps(address, chunk.bytes)) work.going.push_back({&arena, chunk, std::nullopt});
     }
     RangeSet coming;
     for (const auto& [begin, bytes] : arena.shrunk().ranges()) {
@@ -574,13 +576,7 @@ class Saver::Resize final : public Operation {
       for (auto& [index, device] : devices_) {
         if (!device.going.empty()) saver_.driver_->synchronize(index);
       }
-      on_each_device([&](Work& device) {
-        const Stopwatch watch(device.seconds.driver);
-        for (const auto& [arena, chunk, restore] : device.going) {
-          saver_.physical_.drop(*arena, chunk, std::nullopt);
-          device.released_bytes[arena->key().tag] += chunk.bytes;
-        }
-      });
+      on_each_device([&](Work& device) { drop(device, device.going); });
     } catch (const Error&) {
       shrink_again();
       undo("a resize failed, and what it had given back stays so until the next one", &Work::going);

@@ -39,7 +39,7 @@ struct ArenaAudit {
         if (!tiles.emplace(address, bytes).second) problem("an address is both free and in use", address, bytes);
       }
     }
-    if (live != arena.live_) problem("live bytes are miscounted", arena.live_, live);
+    if (live != arena.live_bytes()) problem("live bytes are miscounted", arena.live_bytes(), live);
     auto tile = tiles.begin();
     for (const auto& [address, bytes] : arena.spans_.ranges()) {
       Address at = address;
