@@ -14,7 +14,7 @@ from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.policies import WELL_KNOWN_TAGS, PolicyLike, keeps_any, parse_policy, policy_for
 from memsaver_core.contract.reports import OperationReport, TagReport
 from memsaver_core.contract.requests import MemoryRequest, Tagged, Verb
-from memsaver_core.contract.status import DeviceMemory, HostBackupStatus, Progress, SharedStoreStatus, Status, TagStatus
+from memsaver_core.contract.status import DeviceMemory, HostBackupStatus, Progress, Status, TagStatus
 from memsaver_core.device_memory import read_devices
 from memsaver_core.phases import PhaseLog, deltas
 
@@ -223,16 +223,7 @@ def status() -> Status:
         state="failed" if lost else state if now["state"] == "resident" else now["state"],
         failure=lost or now["failure"],
         tags=(*(TagStatus(**tag) for tag in now["tags"]), *nccl_tags),
-        host_backup=HostBackupStatus(
-            bytes=now["backup_bytes"],
-            capacity_bytes=now["pool_capacity_bytes"],
-            limit_bytes=now["pool_limit_bytes"],
-            file_bytes=now["file_bytes"],
-            prepared=now["prepared"],
-            target_bytes=now["pool_target_bytes"],
-            unused_bytes=now["pool_capacity_bytes"] - now["pool_used_bytes"],
-            shared_store=SharedStoreStatus(**now["shared_store"]) if now["shared_store"]["name"] else None,
-        ),
+        host_backup=HostBackupStatus(**now["host_backup"]),
         progress=Progress(operation=now["operation"], seconds=now["operation_seconds"], **figures),
         hibernated=hibernation.is_hibernated(),
         reserved_by_device=now["reserved_by_device"],

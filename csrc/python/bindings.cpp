@@ -31,11 +31,15 @@ REPORT(TagSnapshot, FIELD(tag), FIELD(restore), FIELD(state), FIELD(bytes), FIEL
        FIELD(expected_bytes), FIELD(expected_file_bytes), FIELD(allocations), FIELD(chunks), FIELD(mapped_by_device),
        FIELD(bytes_by_device), FIELD(shrunk_by_device))
 REPORT(OperationResult, FIELD(tags), FIELD(seconds), FIELD(work), FIELD(first_memory_seconds))
-REPORT(SaverStatus, FIELD(state), FIELD(failure), FIELD(tags), FIELD(reserved_by_device), FIELD(backup_bytes),
-       FIELD(file_bytes), arg("pool_used_bytes") = value.pool.used_bytes,
-       arg("pool_capacity_bytes") = value.pool.capacity_bytes, arg("pool_target_bytes") = value.pool.target_bytes,
-       arg("pool_limit_bytes") = value.pool.limit_bytes, arg("shared_store") = value.shared, FIELD(prepared),
-       FIELD(operation), FIELD(done_bytes), FIELD(total_bytes), FIELD(copied_bytes), FIELD(operation_seconds))
+REPORT(SaverStatus, FIELD(state), FIELD(failure), FIELD(tags), FIELD(reserved_by_device), FIELD(operation),
+       FIELD(done_bytes), FIELD(total_bytes), FIELD(copied_bytes), FIELD(operation_seconds),
+       arg("host_backup") = dict(arg("bytes") = value.backup_bytes, FIELD(file_bytes), FIELD(prepared),
+                                 arg("capacity_bytes") = value.pool.capacity_bytes,
+                                 arg("target_bytes") = value.pool.target_bytes,
+                                 arg("limit_bytes") = value.pool.limit_bytes, arg("used_bytes") = value.pool.used_bytes,
+                                 arg("unused_bytes") = value.pool.capacity_bytes - value.pool.used_bytes,
+                                 arg("shared_store") = value.shared.name.empty() ? object(none())
+                                                                                 : pybind11::cast(value.shared)))
 REPORT(BackupView, FIELD(tag), FIELD(allocation), FIELD(allocation_bytes), FIELD(released),
        arg("in_host_memory") = value.kept == Kept::host, arg("on_disk") = value.kept == Kept::file,
        arg("memory") = reinterpret_cast<Address>(value.memory))

@@ -193,7 +193,7 @@ class Tenant:
         self.neighbour.end()
         self.saver.resume([])  # it got ready for an operation that was not needed
         self.saver.drop_backups([])
-        wait_until(lambda: self.saver.status()["shared_store"]["used_bytes"] == 0)
+        wait_until(lambda: self.saver.status()["host_backup"]["shared_store"]["used_bytes"] == 0)
 
 
 def waits_for_a_lock() -> bool:

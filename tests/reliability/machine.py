@@ -623,7 +623,7 @@ class Machine(RuleBasedStateMachine):
                     each.may_give_up(policy)
 
     def _kept_bytes(self) -> int:
-        return int(process.saver().status()["pool_used_bytes"])
+        return int(process.saver().status()["host_backup"]["used_bytes"])
 
     def _compare(self, tag: ms.TagStatus) -> None:
         memories = [memory for memory in self.memories if memory.tag == tag.tag]

@@ -47,7 +47,7 @@ def main() -> None:
             elif operation == "hold":
                 saver.delay("copy_to_host", 3600)
             elif operation == "status":
-                answer = saver.status()["shared_store"]
+                answer = saver.status()["host_backup"]["shared_store"]
             elif operation == "audit":
                 answer = saver.audit()
         except OutOfHostMemoryError as error:

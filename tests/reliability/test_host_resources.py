@@ -89,11 +89,11 @@ def test_a_backup_prepared_in_the_background_keeps_to_the_control_group(group: C
         saver.prepare_backup()
         with pytest.raises(OutOfHostMemoryError, match="too little memory for the backup"):
             saver.wait_until_prepared()
-        assert saver.status()["pool_capacity_bytes"] == 0
+        assert saver.status()["host_backup"]["capacity_bytes"] == 0
         group.limit(2 * GROUP)
         saver.prepare_backup()
         saver.wait_until_prepared()
-        assert saver.status()["pool_capacity_bytes"] == nbytes
+        assert saver.status()["host_backup"]["capacity_bytes"] == nbytes
 
     in_child(body)
 

@@ -152,7 +152,7 @@ def test_a_resume_does_not_wait_for_what_is_freed_after_it() -> None:
     assert not waited
     assert (status["state"], status["operation"]) == ("resident", "")
     assert found == written
-    wait_until(lambda: saver.status()["pool_capacity_bytes"] == 0)
+    wait_until(lambda: saver.status()["host_backup"]["capacity_bytes"] == 0)
 
 
 def test_a_process_that_ends_unpins_nothing() -> None:

@@ -148,7 +148,7 @@ def test_the_account_is_told_while_a_call_stands_still(tmp_path: Path, call: str
         """Return once host memory is being unpinned, in the background: the account says before that it is gone."""
         unpinned = driver.counts().get("unregister_host", 0)
         driver.resume([])
-        wait_until(lambda: driver.status()["pool_capacity_bytes"] == 0)
+        wait_until(lambda: driver.status()["host_backup"]["capacity_bytes"] == 0)
         wait_until(lambda: driver.counts().get("unregister_host", 0) > unpinned)
 
     life: list[Callable[[], Any]] = [

@@ -52,8 +52,8 @@ def test_weights_are_kept_packed(tmp_path: Path, restore: str) -> None:
     assert first["backed_up_bytes"] == CONTENT
     assert 0.68 < packed / (CONTENT - AS_IT_IS) < 0.75
     status = saver.status()
-    assert tag_of(status)["kept_bytes"] == status["backup_bytes"] == first["kept_bytes"]
-    assert status["file_bytes" if restore == "file" else "pool_used_bytes"] == first["kept_bytes"]
+    assert tag_of(status)["kept_bytes"] == status["host_backup"]["bytes"] == first["kept_bytes"]
+    assert status["host_backup"]["file_bytes" if restore == "file" else "used_bytes"] == first["kept_bytes"]
     saver.resume([])
     assert same(view(address, CONTENT), expected)
     again = tag_of(saver.release([], [], {}))
@@ -166,11 +166,11 @@ def test_host_memory_is_prepared_for_what_will_be_kept(tmp_path: Path) -> None:
         view(address, CONTENT)[:] = weights(CONTENT, seed)
         saver.prepare_backup()
         saver.wait_until_prepared()
-        status = saver.status()
+        status = saver.status()["host_backup"]
         assert status["prepared"]
-        assert status["pool_capacity_bytes"] < AS_IT_IS + 0.75 * (CONTENT - AS_IT_IS)
+        assert status["capacity_bytes"] < AS_IT_IS + 0.75 * (CONTENT - AS_IT_IS)
         saver.release([], [], {})
-        assert saver.status()["pool_capacity_bytes"] == status["pool_capacity_bytes"]
+        assert saver.status()["host_backup"]["capacity_bytes"] == status["capacity_bytes"]
         saver.resume([])
 
 

@@ -230,7 +230,7 @@ def test_zero_content_needs_no_memory() -> None:
     view(address, 64 * MIB)[:] = 0
     with dirty_pages(address, 64 * MIB):
         assert release(saver)["t"]["zero_bytes"] == 64 * MIB
-        assert saver.status()["pool_used_bytes"] == 0
+        assert saver.status()["host_backup"]["used_bytes"] == 0
         resume(saver)
     assert not view(address, 64 * MIB).any()
 
@@ -244,7 +244,7 @@ def test_dead_ranges_are_not_copied() -> None:
     dead = [(address + 10 * MIB, 30 * MIB), (address + 70 * MIB, 5 * MIB)]
     result = saver.release([], dead, {})["tags"][0]
     assert result["backed_up_bytes"] == 65 * MIB
-    assert saver.status()["backup_bytes"] == 65 * MIB
+    assert saver.status()["host_backup"]["bytes"] == 65 * MIB
     resume(saver)
     for begin, end in ((0, 10), (40, 70), (75, 100)):
         assert content(address, 100 * MIB)[begin * MIB : end * MIB] == expected[begin * MIB : end * MIB]
@@ -257,19 +257,19 @@ def test_host_memory_is_sized_exactly() -> None:
     size = 300 * MIB + 4 * PAGE
     fill(saver.allocate(0, "t", "host", size), size, 1)
     release(saver)
-    assert saver.status()["pool_capacity_bytes"] == size
+    assert saver.status()["host_backup"]["capacity_bytes"] == size
 
 
 def test_prepared_memory_is_used() -> None:
     saver = make()
     fill(saver.allocate(0, "t", "host", 40 * MIB), 40 * MIB, 1)
-    assert not saver.status()["prepared"]
+    assert not saver.status()["host_backup"]["prepared"]
     saver.prepare_backup()
     saver.wait_until_prepared()
-    status = saver.status()
-    assert (status["prepared"], status["pool_capacity_bytes"], status["pool_used_bytes"]) == (True, 40 * MIB, 0)
+    status = saver.status()["host_backup"]
+    assert (status["prepared"], status["capacity_bytes"], status["used_bytes"]) == (True, 40 * MIB, 0)
     release(saver)
-    assert saver.status()["pool_capacity_bytes"] == 40 * MIB
+    assert saver.status()["host_backup"]["capacity_bytes"] == 40 * MIB
 
 
 @pytest.mark.parametrize(("retention", "capacity"), [("keep", 40 * MIB), ("trim", 40 * MIB), ("free", 0)])
@@ -281,7 +281,9 @@ def test_retention(retention: str, capacity: int) -> None:
     expected = fill(address, 40 * MIB, 1)
     release(saver)
     resume(saver)
-    wait_until(lambda: saver.status()["pool_capacity_bytes"] == capacity)  # freed after the resume, in the background
+    wait_until(
+        lambda: saver.status()["host_backup"]["capacity_bytes"] == capacity
+    )  # freed after the resume, in the background
     release(saver)
     resume(saver)
     assert content(address, 40 * MIB) == expected
@@ -504,17 +506,17 @@ def test_what_replicas_write_asleep_is_kept_once() -> None:
     for saver, address in zip(savers, addresses, strict=True):
         fill(address, nbytes, 1)
         release(saver)
-    old = savers[0].status()["shared_store"]["used_bytes"]
+    old = savers[0].status()["host_backup"]["shared_store"]["used_bytes"]
     assert old == nbytes
     rewrites, changed = [], 2 * 32 * MIB - 16 * MIB  # blocks from the second on
     for saver, address in zip(savers, addresses, strict=True):
         rewrite, expected = written_asleep(saver, address, nbytes, 2)
         rewrites.append(rewrite)
-        assert saver.status()["shared_store"]["used_bytes"] == old + changed
+        assert saver.status()["host_backup"]["shared_store"]["used_bytes"] == old + changed
     for rewrite in rewrites:
         rewrite.commit()
     del rewrite, rewrites
-    wait_until(lambda: savers[0].status()["shared_store"]["used_bytes"] == nbytes)
+    wait_until(lambda: savers[0].status()["host_backup"]["shared_store"]["used_bytes"] == nbytes)
     for saver, address in zip(savers, addresses, strict=True):
         resume(saver)
         assert content(address, nbytes) == expected
@@ -532,7 +534,8 @@ def test_thousand_cycles_are_flat(shared: bool) -> None:
     def census() -> tuple[int, int, int, int]:
         status = tag_status(saver, "t")
         descriptors, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-        pinned = saver.status()["pool_capacity_bytes"] + saver.status()["shared_store"]["total_bytes"]
+        backup = saver.status()["host_backup"]
+        pinned = backup["capacity_bytes"] + (backup["shared_store"] or {"total_bytes": 0})["total_bytes"]
         return used(saver), pinned, status["chunks"], descriptors + threads
 
     def resident() -> int:

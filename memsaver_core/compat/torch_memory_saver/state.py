@@ -105,8 +105,7 @@ class SpareMemory:
 
     def _keeps(self, saver: _native.Saver) -> bool:
         try:
-            status = saver.status()
-            plentiful = is_plentiful(status["pool_capacity_bytes"] - status["pool_used_bytes"])
+            plentiful = is_plentiful(saver.status()["host_backup"]["unused_bytes"])
         except Exception:
             logger.exception("backup memory is unpinned: how much memory the host has cannot be read")
             plentiful = False
