@@ -12,17 +12,14 @@ import torch
 from memsaver_core import process
 from memsaver_core.contract.policies import PolicyLike, policy_for
 
-#: Each graph made here, with its device and by how much its capture grew this process's memory there, beside tensors.
-_grown: WeakKeyDictionary[torch.cuda.CUDAGraph, tuple[int, int]] = WeakKeyDictionary()
-
-
-def alive() -> list[torch.cuda.CUDAGraph]:
-    return list(_grown)
+#: Each graph made here that is alive, with its device and by how much its capture grew this process's memory there,
+#: beside tensors.
+grown: WeakKeyDictionary[torch.cuda.CUDAGraph, tuple[int, int]] = WeakKeyDictionary()
 
 
 def grown_bytes(index: int) -> int:
     """Return by how much captures by ``graph`` grew this process's memory of a device, beside tensors, by NVML."""
-    return sum(grown for device, grown in list(_grown.values()) if device == index)
+    return sum(nbytes for device, nbytes in list(grown.values()) if device == index)
 
 
 class GraphPool:
@@ -67,11 +64,11 @@ def graph(
 def _measured(cuda_graph: torch.cuda.CUDAGraph, capture: AbstractContextManager[Any]) -> Iterator[None]:
     """Capture, and record what the graph itself takes of the device."""
     device = torch.cuda.current_device()
-    _grown[cuda_graph] = (device, 0)
+    grown[cuda_graph] = (device, 0)
     with capture:
         before = _bytes_beside_tensors(device)
         yield
-    _grown[cuda_graph] = (device, max(0, _bytes_beside_tensors(device) - before))
+    grown[cuda_graph] = (device, max(0, _bytes_beside_tensors(device) - before))
 
 
 def _bytes_beside_tensors(device: int) -> int:

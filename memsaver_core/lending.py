@@ -17,12 +17,8 @@ from memsaver_core.release_resume import available_host_bytes, status
 from memsaver_core.storages import Place, is_movable, place, rebase
 from memsaver_core.weights import sharing
 
-_lent: set[str] = set()
-
-
-def is_lent(tag: str) -> bool:
-    """Return whether the tensors of ``tag`` are on host memory now, to be written."""
-    return tag in _lent
+#: The tags whose tensors are on host memory now, to be written.
+lent_tags: set[str] = set()
 
 
 @contextmanager
@@ -70,7 +66,7 @@ class Lending:
         lent = {number: self._lent_for(storage) for number, storage in device.items()}
         self._lent = {each._cdata: (each, device[number]) for number, each in lent.items()}
         self._places = [(each, Place.of(each)) for each in tensors]
-        _lent.add(tag)
+        lent_tags.add(tag)
         try:
             rebase(tensors, lent)
         except BaseException:
@@ -103,7 +99,7 @@ class Lending:
             for tensor, before in self._places:
                 if tensor.untyped_storage()._cdata != before.storage._cdata:
                     place(tensor, before)
-            _lent.discard(self._tag)
+            lent_tags.discard(self._tag)
             self._kept = None
             self._lent, self._memory, self._places = {}, {}, []
 

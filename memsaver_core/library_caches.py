@@ -43,7 +43,7 @@ def _may_have_graphs() -> bool:
     """Return whether a captured CUDA graph may be alive in this process. Graphs not made by ``memsaver_core.graph`` are
     searched for among all objects but those that ``gc.freeze()`` has hidden, which takes up to a tenth of a second."""
     global _found
-    if graphs.alive() or gc.get_freeze_count() > _FROZEN_AT_START or (_found is not None and _found() is not None):
+    if graphs.grown or gc.get_freeze_count() > _FROZEN_AT_START or (_found is not None and _found() is not None):
         return True
     found = objects_of(torch.cuda.CUDAGraph)
     _found = weakref.ref(found[0]) if found else None

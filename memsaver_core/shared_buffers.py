@@ -90,7 +90,7 @@ class PeerSockets:
         listener = Listener(first=rank + 1)
         try:
             paths = gather(listener.path)
-            listener.ranks = len(paths)
+            self.ranks = listener.ranks = len(paths)
             lower = [connect(path, rank) for path in paths[:rank]]
             higher = listener.accept(TIMEOUT_S)
         except OSError as error:
@@ -101,10 +101,6 @@ class PeerSockets:
         self._peers = dict(zip(others, [*lower, *higher], strict=True))
         for peer in self._peers.values():
             peer.settimeout(TIMEOUT_S)
-
-    @property
-    def ranks(self) -> int:
-        return len(self._peers) + 1
 
     def exchange(self, descriptor: int) -> Mapping[int, int]:
         """Send a file descriptor to each other rank; return theirs by rank, which the caller closes. Raises
@@ -141,12 +137,9 @@ class PeerBuffers:
         self.device_index = device_index
         self.suspended = False
         self._own = SharedBuffer(device_index, nbytes)
+        self.nbytes = self._own.nbytes
         self._others: dict[int, ImportedBuffer] = {}
         self._map_others()
-
-    @property
-    def nbytes(self) -> int:
-        return self._own.nbytes
 
     @property
     def addresses(self) -> list[int]:

@@ -5,10 +5,9 @@
 
 namespace memsaver {
 
-// Lowers the stack limits of kernels, and raises them to what they were. A context holds device memory for the stacks
-// of all threads that can run at once: by default 1 KiB each, 264 MiB on an H200 (132 multiprocessors of 2,048
-// threads), and more once a kernel needed more. A graph that was captured before a change runs after it: a launch
-// raises the limit if necessary. Any thread may call any function.
+// Lowers the stack limits of kernels (Driver::stack_limit()), and raises them to what they were: by default 1 KiB,
+// which is 264 MiB on an H200 (132 multiprocessors of 2,048 threads), and more once a kernel needed more. A graph that
+// was captured before a change runs after it. Any thread may call any function.
 class ThreadStacks {
  public:
   ThreadStacks(Driver& driver, const MemoryMap& map, const PhysicalMemory& physical)

@@ -29,6 +29,9 @@ _DEFAULT_POOL_ID = (0, 0)
 #: With more blocks than this in torch's allocator, listing them would stop the whole process for too long.
 LISTED_BLOCKS = 2048
 
+#: Of a saver and the index of a device; asks the driver once.
+_device_info = lru_cache(_native.Saver.device_info)
+
 
 class Pool:
     """A torch memory pool. Once nothing refers to it, its free memory goes back with torch's caches. torch's object of
@@ -280,11 +283,6 @@ class _Part:
         self.__cuda_array_interface__ = {
             "shape": (nbytes,), "typestr": "|u1", "data": (buffer.address + offset, False), "version": 2
         }  # fmt: skip
-
-
-@lru_cache
-def _device_info(saver: _native.Saver, index: int) -> dict[str, Any]:
-    return saver.device_info(index)
 
 
 @lru_cache(maxsize=64)

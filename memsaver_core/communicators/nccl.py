@@ -41,11 +41,8 @@ class Nccl:
         version = ctypes.c_int()
         self._call("ncclGetVersion", ctypes.byref(version))
         self.version = version.value
-
-    @property
-    def version_text(self) -> str:
-        """The version as people write it: 2.29.7."""
-        return f"{self.version // 10000}.{self.version // 100 % 100}.{self.version % 100}"
+        #: The version as people write it: 2.29.7.
+        self.version_text = f"{self.version // 10000}.{self.version // 100 % 100}.{self.version % 100}"
 
     def held(self, comm: int) -> Held:
         """Count what a communicator holds. Needs NCCL 2.29.7, as do ``suspend`` and ``resume``."""

@@ -52,12 +52,9 @@ class Helper:
             raise MemsaverError(
                 f"the hibernation helper cannot be started: {error}; repeat the call when it can"
             ) from error
+        self.pid = self._process.pid
         self._replies = self._socket.makefile("r")
         self._given_up = False
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def alive(self) -> bool:

@@ -28,14 +28,11 @@ _MARK, _OPERATIONS, _PHASE, _DONE, _TOTAL, _COPIED, _BEGUN, _ENDED = range(8)
 
 class ProgressRecord:
     def __init__(self) -> None:
-        self._fd = os.memfd_create(_NAME)
-        os.ftruncate(self._fd, _BYTES)
-        self._words = memoryview(mmap.mmap(self._fd, _BYTES)).cast("Q")
+        fd = os.memfd_create(_NAME)  # open as long as the process, for the service to map
+        os.ftruncate(fd, _BYTES)
+        self._words = memoryview(mmap.mmap(fd, _BYTES)).cast("Q")
         self._words[_MARK] = secrets.randbits(32)
-
-    @property
-    def location(self) -> ProgressLocation:
-        return ProgressLocation(os.getpid(), self._fd, self._words[_MARK])
+        self.location = ProgressLocation(os.getpid(), fd, self._words[_MARK])
 
     @contextmanager
     def answering(self) -> Iterator[None]:

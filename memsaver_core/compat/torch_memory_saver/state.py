@@ -75,8 +75,7 @@ class SpareMemory:
         atexit.register(self._end)
 
     def keep(self, saver: _native.Saver) -> None:
-        """Keep what the saver has pinned until memory is scarce, or it was unused for ``KEPT_FOR_S``; then unpin it.
-        Unpins it at once if no thread can be started to check that."""
+        """Keep what the saver has pinned; unpin it at once if no thread can be started to watch over it."""
         with self._lock:
             self._until = time.monotonic() + KEPT_FOR_S
             if self._watching:
@@ -230,8 +229,7 @@ def _names(tag: str | None) -> list[str]:
 
 
 def set_disk_folder(folder: str) -> None:
-    """Put backups on disk into ``folder`` from now on; creates it if it is missing. Raises ConfigurationError if paused
-    memory has its backup in the present folder."""
+    """As ``TorchMemorySaver.set_disk_backup_dir``."""
     os.makedirs(folder, exist_ok=True)
     if process.enabled():
         process.saver().set_file_folder(folder)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import memsaver_core as ms
-from memsaver_core.lending import is_lent
+from memsaver_core.lending import lent_tags
 from memsaver_server.reference.attention import ATTENTION_NAME
 
 #: The types in which updates may carry weights; a cast from any other would give useless values.
@@ -240,7 +240,7 @@ def check_update(
     """Return this rank's part of each whole tensor ``given``; with ``complete`` these must be all of them. Raises
     ValueError if names, shapes or types do not fit the model's, RuntimeError if the weights are released."""
     for tag in ms.status().tags:
-        if tag.tag == "weights" and tag.state != "resident" and not is_lent("weights"):
+        if tag.tag == "weights" and tag.state != "resident" and "weights" not in lent_tags:
             raise RuntimeError(f"the weights are {tag.state}; resume them before updating them")
     own = model.state_dict()
     if unknown := sorted(set(given) - set(own)):

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from memsaver_core import MemsaverError, communicators
-from memsaver_core.lending import is_lent
+from memsaver_core.lending import lent_tags
 from memsaver_core.rendezvous import FOLDER
 from memsaver_server.integrations.adapter.plugin import Plugin
 from memsaver_server.integrations.sglang import buffers, loader
@@ -96,7 +96,7 @@ def _loading_context(
 ) -> AbstractContextManager[Any]:
     """SGLang moves weights to the device to compute others from them. From weights that are written while they are
     released it computes none, so they stay in host memory."""
-    return nullcontext(module) if is_lent("weights") else original(module, device)
+    return nullcontext(module) if "weights" in lent_tags else original(module, device)
 
 
 # In the scheduler's process: the memory of prefill graphs, under the tag of the other graphs.
