@@ -70,12 +70,10 @@ class KeyedConnection:
         for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._connection = connection
+        self.fileno, self.shutdown, self.close = connection.fileno, connection.shutdown, connection.close
         self._session = session
         self._sends, self._reads = sends, reads
         self._sent = self._read = 0
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
 
     def sendall(self, line: bytes) -> None:
         if len(line) > LONGEST:
@@ -100,12 +98,6 @@ class KeyedConnection:
 
     def makefile(self, _mode: str) -> KeyedConnection:
         return self
-
-    def shutdown(self, how: int) -> None:
-        self._connection.shutdown(how)
-
-    def close(self) -> None:
-        self._connection.close()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.readline, "")
