@@ -181,12 +181,8 @@ class Arena {
   void set_released_under(Restore restore) { released_under_ = {{restore, released()}}; }
   // Returns whether a range that has no memory must be zeros when it has memory again.
   [[nodiscard]] bool comes_back_zero(Address address, std::size_t bytes) const {
-    return released_under(Restore::zero, address, bytes) || shrunk_.overlaps(address, bytes);
-  }
-  // Returns whether some of the range was released under `restore` and has had no memory since.
-  [[nodiscard]] bool released_under(Restore restore, Address address, std::size_t bytes) const {
-    const auto ranges = released_under_.find(restore);
-    return ranges != released_under_.end() && ranges->second.overlaps(address, bytes);
+    const auto zero = released_under_.find(Restore::zero);
+    return (zero != released_under_.end() && zero->second.overlaps(address, bytes)) || shrunk_.overlaps(address, bytes);
   }
   // Returns the policies under which what is released now was released.
   [[nodiscard]] std::set<Restore> release_policies() const {

@@ -49,6 +49,11 @@ struct ArenaAudit {
     if (tile != tiles.end()) problem("a range is outside all spans", tile->first, tile->second);
   }
 
+  [[nodiscard]] bool released_under(Restore restore, Address address, std::size_t bytes) const {
+    const auto ranges = arena.released_under_.find(restore);
+    return ranges != arena.released_under_.end() && ranges->second.overlaps(address, bytes);
+  }
+
   // Chunks lie in spans and do not overlap; free ranges have memory exactly if they are listed with memory.
   void check_chunks() {
     Address end = 0;
@@ -90,8 +95,7 @@ struct ArenaAudit {
       return Kept::nothing;
     };
     for (Address at = allocation.address; at < allocation.address + allocation.bytes; at += kPage) {
-      const bool content =
-          arena.released_under(Restore::host, at, kPage) || arena.released_under(Restore::file, at, kPage);
+      const bool content = released_under(Restore::host, at, kPage) || released_under(Restore::file, at, kPage);
       if (content && kept_at(at) == Kept::nothing) problem("content that is to be restored is not kept", at, kPage);
     }
   }
