@@ -200,10 +200,6 @@ def _chosen(names: Sequence[str] | None, resuming: bool) -> list[tuple[Communica
 
 def _status(each: Communicator) -> CommunicatorStatus:
     about = {"name": each.name, "ranks": each.ranks, "rank": each.rank}
-    what, late = _late.get(each.name, ("", None))
-    if late is not None and not late.done():
-        why = f"its {what} has not returned, because another rank has not called it"
-        return CommunicatorStatus(**about, obstacle=why)
     if reason := _unable(each):
         return CommunicatorStatus(**about, obstacle=reason)
     try:
@@ -241,6 +237,9 @@ def _await_late(deadline: float) -> None:
 
 def _unable(each: Communicator) -> str:
     """Return why ``each`` cannot be suspended and what to do, or an empty string."""
+    what, late = _late.get(each.name, ("", None))
+    if late is not None and not late.done():
+        return f"its {what} has not returned, because another rank has not called it"
     if not each.is_nccl:
         return ""
     if each.nccl is None:

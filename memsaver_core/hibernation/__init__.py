@@ -86,6 +86,8 @@ class Hibernation:
         """
         if self.failure:
             return [self.failure]
+        if not process.enabled():
+            return ["memsaver is disabled (MEMSAVER_ENABLED=0)"]
         return [] if self.is_away() else preconditions.obstacles(preconditions.observe(), suspending)
 
     def is_hibernated(self) -> bool:

@@ -28,7 +28,6 @@ _checks: list[Callable[[], list[str]]] = []
 class Facts:
     """What was found of this process."""
 
-    enabled: bool = True  # memsaver is enabled
     has_context: bool = True  # the process has a context on the device; if not, fewer checks apply
     helper: bool = True  # the helper program exists and may be run
     can_checkpoint: bool = True  # the NVIDIA driver has the checkpoint calls
@@ -50,8 +49,6 @@ def register_check(check: Callable[[], list[str]]) -> None:
 
 def obstacles(facts: Facts, suspending: bool = False) -> list[str]:
     """Return what ``Hibernation.obstacles`` returns in a process with these ``facts``."""
-    if not facts.enabled:
-        return ["memsaver is disabled (MEMSAVER_ENABLED=0)"]
     found = []
     if not facts.helper:
         found.append(f"the helper program {helper.PATH} is missing or may not be run; install memsaver again")
@@ -85,8 +82,6 @@ def obstacles(facts: Facts, suspending: bool = False) -> list[str]:
 
 def observe() -> Facts:
     """Look at this process. Creates no device context; must not be called while hibernated, as CUDA calls block."""
-    if not process.enabled():
-        return Facts(enabled=False)
     backend = process.backend()
     return Facts(
         has_context=backend.has_context,

@@ -15,7 +15,7 @@ import torch.distributed
 import torch.multiprocessing
 
 import memsaver_core as ms
-from memsaver_core import communicators
+from memsaver_core import communicators, process
 from memsaver_core.communicators import sharing
 from memsaver_core.contract.status import CommunicatorStatus
 from memsaver_core.hibernation import helper, preconditions
@@ -43,13 +43,18 @@ NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the host drive
         (Facts(peers=((0, 1), (1, 0))), "reach each other's memory (0 to 1, 1 to 0)", "MEMSAVER_PEER_ACCESS"),
         (Facts(managed_bytes=1 << 30), "1073741824 bytes of managed memory", "free it"),
         (Facts(helper=False), "memsaver-hibernate is missing", "install memsaver again"),
-        (Facts(enabled=False), "memsaver is disabled", "MEMSAVER_ENABLED"),
     ],
 )
 def test_each_has_a_reason_that_says_what_to_do(facts: Facts, reason: str, remedy: str) -> None:
     [told] = obstacles(facts)
     assert reason in told
     assert remedy in told
+
+
+def test_a_process_without_memsaver_has_that_reason_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "enabled", lambda: False)
+    [told] = ms.hibernation_obstacles()
+    assert told == "memsaver is disabled (MEMSAVER_ENABLED=0)"
 
 
 def test_all_of_them_are_told_at_once() -> None:
