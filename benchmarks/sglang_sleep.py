@@ -188,6 +188,7 @@ def measure(mode: str, engine: Server, table: Table, options: argparse.Namespace
     measured.in_flight(f"SGLang's own call, {REQUESTS} requests in flight", engine.own, {})
     if mode == "service":
         measured.cycles("service", engine.service, 2 * options.cycles, {})
+        measured.cycles("service, kv_cache alone", engine.service, options.cycles, {"tags": ["kv_cache"]})
         measured.cycles("service, hibernated", engine.service, options.cycles, {"hibernate": True})
         for drain in ("wait", "abort", "keep"):
             name = f"service, {drain}, {REQUESTS} requests in flight"
