@@ -42,12 +42,16 @@ class PhaseLog:
         self.phases: tuple[PhaseReport, ...] = ()
         #: When each phase began, in seconds since the epoch; the last entry may be of a phase that still runs.
         self.starts: tuple[float, ...] = ()
-        #: Returns the phase that runs, or ran last; an empty string before the first.
-        self.now: Callable[[], str] = lambda: ""
+        self._current: Callable[[], str] = lambda: ""
         #: The last phase, if an error ended it, here or in another process.
         self.failed = ""
         self._started = time.monotonic()
         self._first = self.read()
+
+    @property
+    def now(self) -> str:
+        """The phase that runs, or ran last; an empty string before the first."""
+        return self._current()
 
     def report(self, operation: OperationName, tags: tuple[TagReport, ...], *, enabled: bool = True) -> OperationReport:
         """Return the report of an operation on ``tags`` whose phases these are."""
@@ -99,7 +103,7 @@ class PhaseLog:
         """Note that what runs inside is the phase that ``current`` returns; its report is added later, by ``add``."""
         # Drops the start of a phase that could not be recorded.
         self.starts = (*self.starts[: len(self.phases)], time.time())
-        self.now, self.failed = current, ""
+        self._current, self.failed = current, ""
         try:
             yield
         except BaseException:

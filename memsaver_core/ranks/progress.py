@@ -52,9 +52,9 @@ class ProgressRecord:
 
         def follow() -> None:
             while not ended.wait(REFRESH_S):
-                self._update(log.now(), ms.status().progress)
+                self._update(log.now, ms.status().progress)
 
-        self._update(log.now(), ms.status().progress)
+        self._update(log.now, ms.status().progress)
         thread = threading.Thread(target=follow, name="memsaver-progress", daemon=True)
         with suppress(RuntimeError):  # no more threads: the operation matters more than its progress
             thread.start()

@@ -29,17 +29,19 @@ struct ArenaAudit {
   // Live and free ranges tile the spans. `withheld`: free ranges that an orphan is mapped at.
   void check_spans(const RangeSet& withheld) {
     std::map<Address, std::size_t> tiles;
-    std::size_t live = 0;
+    RangeSet live;
     for (const auto& [address, allocation] : arena.allocations_) {
       tiles.emplace(address, allocation.bytes);
-      live += allocation.bytes;
+      live.add(address, allocation.bytes);
     }
     for (const RangeSet* set : {&arena.mapped_, &arena.unmapped_, &withheld}) {
       for (const auto& [address, bytes] : set->ranges()) {
         if (!tiles.emplace(address, bytes).second) problem("an address is both free and in use", address, bytes);
       }
     }
-    if (live != arena.live_bytes()) problem("live bytes are miscounted", arena.live_bytes(), live);
+    if (live.ranges() != arena.live_.ranges()) {
+      problem("live ranges are not those of the allocations", arena.live_.total_bytes(), live.total_bytes());
+    }
     auto tile = tiles.begin();
     for (const auto& [address, bytes] : arena.spans_.ranges()) {
       Address at = address;

@@ -758,7 +758,7 @@ def test_how_far_the_ranks_are_is_seen_while_they_work(group: list[Rank]) -> Non
             """Both are those of the slowest rank."""
             assert not release.done()
             seen = memory.status().progress
-            return log.now() == "pause" and seen.operation == "release" and 0 < seen.done_bytes <= seen.total_bytes
+            return log.now == "pause" and seen.operation == "release" and 0 < seen.done_bytes <= seen.total_bytes
 
         wait_until(is_pausing)
         assert release.result().released_bytes > 0
@@ -779,7 +779,7 @@ def test_a_rank_that_cannot_be_looked_at_is_told_by_what_it_was_asked(group: lis
                 if message["type"] == "Introduce":
                     answer["fields"]["introduction"]["progress"].update(location)
                 elif message["type"] == "Move" and message["fields"]["operation"] == "resume":
-                    seen.append((log.now(), memory.status().progress.operation))
+                    seen.append((log.now, memory.status().progress.operation))
             return answers
 
     seen: list[tuple[str, str]] = []

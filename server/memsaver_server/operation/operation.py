@@ -127,7 +127,7 @@ class Operation:
 
     @property
     def phase(self) -> str:
-        return self.log.now() if self.is_running else ""
+        return self.log.now if self.is_running else ""
 
     @property
     def phase_starts(self) -> tuple[float, ...]:

@@ -548,7 +548,7 @@ class LoopEngine(LeadingLoop, Engine):
     def _when_this_rank_is_still(
         self, timeout_s: float, then: Act, begin: Act, undo: Act, given_up: Callable[[], bool]
     ) -> None:
-        """As ``when_still``, if this rank alone receives requests."""
+        """As ``when_still``, for the requests of this rank alone."""
         deadline = time.monotonic() + timeout_s
         done: Future[None] = Future()
         still = (done, then)

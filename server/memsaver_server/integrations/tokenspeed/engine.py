@@ -64,7 +64,7 @@ class TokenspeedScheduler(base.Scheduler):
         if settings.disaggregation_mode != "null":
             yield f"it is the {settings.disaggregation_mode} side of a disaggregated engine"
         if not self.own._memory._kv_cache_release_allowed:
-            yield "its scheduler cannot forget cached prefixes; start it with --no-enable-prefix-caching"
+            yield "its scheduler cannot forget cached prefixes; start it with --disable-prefix-caching"
 
     def take_over(self, loop: base.EventLoop) -> None:
         handler = self.own.request_handler
