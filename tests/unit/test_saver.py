@@ -281,9 +281,8 @@ def test_retention(retention: str, capacity: int) -> None:
     expected = fill(address, 40 * MIB, 1)
     release(saver)
     resume(saver)
-    wait_until(
-        lambda: saver.status()["host_backup"]["capacity_bytes"] == capacity
-    )  # freed after the resume, in the background
+    # Freed after the resume, in the background.
+    wait_until(lambda: saver.status()["host_backup"]["capacity_bytes"] == capacity)
     release(saver)
     resume(saver)
     assert content(address, 40 * MIB) == expected

@@ -75,7 +75,7 @@ class FleetPausedAnswer(Model):
 def release_of(fields: Any, models: Models) -> Any:
     """Return the release that a sleep asks for: level 2 discards the weights if they are among the tags."""
     restore = dict(fields.restore)
-    if fields.level == 2 and (not fields.tags or "weights" in fields.tags):
+    if fields.level == 2 and fields.concerns("weights"):
         restore["weights"] = "discard"
     changes: dict[str, Any] = {"mode": fields.mode}
     if restore:
