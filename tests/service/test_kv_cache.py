@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import memsaver_core as ms
+from memsaver_core.contract.errors import UnsupportedError
 from memsaver_core.contract.reports import PlanAnswer, ResizedAnswer
 from memsaver_server.client import Client
 from memsaver_server.client.errors import (
@@ -221,6 +222,23 @@ def test_it_is_an_operation(client: Client, frozen: list[Future[list[int]]]) -> 
     }
     counted = [sample.labels for sample in metrics["memsaver_operations"].samples]
     assert {"operation": "resize", "outcome": "cancelled"} in counted
+
+
+def test_metrics_do_not_wait_for_the_engine_nor_fail_with_it(
+    client: Client, engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine whose cache cannot be resized has no series of it."""
+
+    def scrape() -> str:
+        return httpx.get(f"{client.address}/metrics").raise_for_status().text
+
+    def refuse() -> None:
+        raise UnsupportedError("the KV cache cannot be resized")
+
+    wait_until(lambda: "memsaver_kv_cache_bytes{" in scrape())
+    with monkeypatch.context() as changed:
+        changed.setattr(engine, "kv_cache", refuse)
+        wait_until(lambda: "memsaver_kv_cache_bytes{" not in scrape())
 
 
 def test_a_dry_run_changes_nothing(client: Client, frozen: list[Future[list[int]]]) -> None:

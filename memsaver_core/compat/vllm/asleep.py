@@ -4,6 +4,7 @@ next wake-up brings that in. Workers are asked twice, so that all take an update
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class ModelLending(Lending):
         self._modules = list(model.modules())
         tables = (each for module in self._modules for each in (module._parameters, module._buffers))
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in tables]
-        self._host_before = self._on_host()
+        self._host_before = {name for name, _ in self._on_host()}
         known = getattr(sys.modules.get(LAYERWISE), "LAYERWISE_INFO", {})
         self._reloads = [(info, info.restore_device) for each in self._modules if (info := known.get(each)) is not None]
         super().__init__(WEIGHTS, getattr(worker.vllm_config.parallel_config, "local_world_size", 1))
@@ -53,7 +54,7 @@ class ModelLending(Lending):
 
     def keep(self) -> None:
         replaced = {name for table, before in self._tables for name in before if table.get(name) is not before[name]}
-        replaced |= self._on_host() - self._host_before
+        replaced |= {name for name, tensor in self._on_host() if not self.has_lent(tensor)} - self._host_before
         if replaced:
             raise UnsupportedError(
                 f"the loader has made tensors anew ({', '.join(sorted(replaced)[:8])}), so weights of this model "
@@ -70,14 +71,12 @@ class ModelLending(Lending):
             info.restore_device = device
         super().end(commit)
 
-    def _on_host(self) -> set[str]:
-        """Return the attributes of modules that are tensors in host memory which is not lent."""
-        return {
-            f"{type(module).__name__}.{name}"
-            for module in self._modules
-            for name, value in vars(module).items()
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not self.has_lent(value)
-        }
+    def _on_host(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the attributes of modules that are tensors in host memory."""
+        for module in self._modules:
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                    yield f"{type(module).__name__}.{name}", value
 
 
 def call_worker(worker: Any, name: str, /, *args: Any, **kwargs: Any) -> tuple[Failure | None, Any, bool]:

@@ -134,8 +134,7 @@ class EngineMetrics:
             yield gauges("memsaver_shared_store_bytes", help_text, ["kind"], sizes)
             help_text = "Processes that use the same store of host memory, this one included."
             yield gauges("memsaver_shared_store_processes", help_text, ["store"], {store.name: store.processes})
-        if self._cache is not None:
-            cache = self._cache.read(devices)
+        if self._cache is not None and (cache := self._cache.latest(devices)) is not None:
             sizes = {kind: getattr(cache, f"{kind}_bytes") for kind in ("used", "smallest", "largest", "full")}
             help_text = "The KV cache: its size, what requests use of it, its sizes possible now, that at the start."
             yield gauges("memsaver_kv_cache_bytes", help_text, ["kind"], {"size": cache.bytes, **sizes})
