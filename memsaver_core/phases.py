@@ -15,6 +15,9 @@ from memsaver_core.contract.status import DeviceMemory
 
 logger = logging.getLogger("memsaver")
 
+#: The end of a phase is the begin of the next one that follows within this time, seconds: each reading asks the driver.
+SAME_MOMENT_S = 0.01
+
 
 def deltas(before: tuple[DeviceMemory, ...] | None, after: tuple[DeviceMemory, ...] | None) -> tuple[MeteredDelta, ...]:
     """Pair figures by device; a device missing from ``before`` counts as unchanged. If either is None: no pairs."""
@@ -55,7 +58,7 @@ class PhaseLog:
 
     def report(self, operation: OperationName, tags: tuple[TagReport, ...], *, enabled: bool = True) -> OperationReport:
         """Return the report of an operation on ``tags`` whose phases these are."""
-        devices = deltas(self._first, self.read())
+        devices = deltas(self._first, self.recent())
         return OperationReport(
             operation=operation,
             enabled=enabled,
@@ -69,18 +72,24 @@ class PhaseLog:
 
     def read(self) -> tuple[DeviceMemory, ...] | None:
         """Read the devices; None if that fails."""
+        self._latest = None
         try:
-            return self._read()
+            self._latest = self._read()
         except MemsaverError as error:
             logger.warning("device memory cannot be read, so its change is not reported: %s", error)
-            return None
+        self._read_at = time.monotonic()
+        return self._latest
+
+    def recent(self) -> tuple[DeviceMemory, ...] | None:
+        """As ``read``, or what it has returned in this moment."""
+        return self._latest if time.monotonic() - self._read_at < SAME_MOMENT_S else self.read()
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[dict[str, float]]:
         """Record what runs inside as one phase; the figures that it puts into the dictionary become its details."""
         with self.running(lambda: phase.value):
             details: dict[str, float] = {}
-            before = self.read()
+            before = self.recent()
             start = time.monotonic()
             try:
                 yield details

@@ -99,7 +99,7 @@ def release_with(request: MemoryRequest, *, log: PhaseLog | None = None) -> Oper
     with log.phase(Phase.SYNCHRONIZE):
         saver.synchronize()
     with log.phase(Phase.PAUSE) as details:
-        before = log.read()
+        before = log.recent()
         disk.drop()  # disk space that was held for this release
         kept = any(keeps_any(overrides.get(tag["tag"], tag["restore"])) for tag in _tags_now(saver, names))
         result = saver.release(names, backend.dead_ranges(saver) if kept else [], overrides)
@@ -252,15 +252,15 @@ def _tags_now(saver: _native.Saver, names: list[str]) -> list[dict[str, Any]]:
 def _settle(log: PhaseLog, before: tuple[DeviceMemory, ...] | None, released_bytes: int) -> None:
     """Wait until the devices' own counts have fallen by what was released, at most SETTLE_TIMEOUT_SECONDS. They may
     never fall: a co-tenant may take the memory at the same moment."""
-    deadline = time.monotonic() + SETTLE_TIMEOUT_SECONDS
+    deadline, now = time.monotonic() + SETTLE_TIMEOUT_SECONDS, log.recent()
     while time.monotonic() < deadline:
-        now = log.read()
         if before is None or now is None:
             return  # the devices cannot be read
         fallen = -sum(device.delta_bytes for device in deltas(before, now))
         if fallen >= released_bytes - released_bytes // SETTLE_SLACK_SHARE - SETTLE_SLACK_BYTES:
             return
         time.sleep(0.001)
+        now = log.read()
 
 
 def _total(result: dict[str, Any], key: str) -> int:
