@@ -205,6 +205,13 @@ def test_what_it_cannot_serve_it_names(options: tuple[str, str], says: str) -> N
     assert "Traceback" not in refused.stderr
 
 
+def test_without_a_gpu_it_says_so() -> None:
+    refused = memsaver("serve", "--port", "0", changes={"MEMSAVER_DRIVER": "cuda", "CUDA_VISIBLE_DEVICES": ""})
+    assert refused.returncode == 1
+    assert "torch finds no NVIDIA GPU" in refused.stderr
+    assert "MEMSAVER_DRIVER=host" in refused.stderr
+
+
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from memsaver_server.cli import main; main()"
 
 

@@ -59,6 +59,14 @@ def test_on_the_host_driver_nothing_blocks() -> None:
     assert "host driver" in found["saver"]["found"]
 
 
+def test_the_cuda_driver_without_a_gpu_blocks() -> None:
+    ran = doctor("--json", MEMSAVER_DRIVER="cuda", CUDA_VISIBLE_DEVICES="")
+    assert ran.returncode == 1
+    found = {each["subject"]: each for each in json.loads(ran.stdout)}["saver"]
+    assert (found["level"], "no NVIDIA GPU is found" in found["found"]) == ("blocked", True)
+    assert "MEMSAVER_DRIVER=host" in found["remedy"]
+
+
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 @pytest.mark.guards("expandable segments made a release free nothing")
 def test_expandable_segments_are_seen_under_both_names(name: str) -> None:

@@ -182,6 +182,12 @@ def check_core(machine: Machine) -> Finding:
 
     if backend().name == "none":
         return Finding("saver", Level.BLOCKED, "no driver works", "see the findings on CUDA and the host driver")
+    if backend().has_context and not machine.has_gpu:
+        found = f"MEMSAVER_DRIVER is cuda, but no NVIDIA GPU is found: {machine.cuda_error}"
+        remedy = (
+            "install NVIDIA's driver (start a container with the GPU), or set MEMSAVER_DRIVER=host to run without one"
+        )
+        return Finding("saver", Level.BLOCKED, found, remedy)
     if backend().has_context:
         return Finding("saver", Level.OK, "enabled, on the CUDA driver")
     why = "" if machine.has_gpu else "; there is no GPU here"
@@ -190,7 +196,7 @@ def check_core(machine: Machine) -> Finding:
 
 def check_cuda_driver(machine: Machine) -> Finding:
     if machine.cuda is None:
-        return Finding("CUDA driver", Level.NOTE, "none (libcuda.so.1 not found): the host driver is used")
+        return Finding("CUDA driver", Level.NOTE, "none (libcuda.so.1 not found)")
     if machine.cuda_error:
         level = Level.BLOCKED if Path("/dev/nvidiactl").exists() else Level.NOTE
         remedy = "check nvidia-smi; in a container, that it was started with the GPU"

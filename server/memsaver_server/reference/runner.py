@@ -49,6 +49,8 @@ class Options:
             raise ValueError(f"batch_sizes must name positive numbers, not {list(self.batch_sizes)}")
         ranks, last = self.tensor_parallel, self.device_of(self.tensor_parallel - 1)
         if last.type == "cuda" and (needed := last.index + 1) > (there := torch.cuda.device_count()):
+            if not there:
+                raise ValueError("torch finds no NVIDIA GPU; see memsaver doctor, or set MEMSAVER_DRIVER=host")
             raise ValueError(f"tensor_parallel={ranks} needs {needed} devices; there are {there}")
         self.path = Path(self.random_weights or self.model or small_checkpoint())
         if ranks != 1:
