@@ -58,10 +58,9 @@ def check_key(request: Request, settings: Settings, *, reads: bool = False) -> N
         if not (reads or _only_reads(request)):
             raise ForbiddenError("this key may only read; this call needs the one in MEMSAVER_API_KEY", "read_only")
     elif not has_valid_key(request, settings.api_key):
-        raise UnauthorizedError(
-            "this server requires a key; send it as 'Authorization: Bearer KEY'",
-            "wrong_key" if "authorization" in request.headers else "no_key",
-        )
+        wrong = "authorization" in request.headers
+        why = "the key is wrong; send this server's" if wrong else "this server requires a key; send it"
+        raise UnauthorizedError(f"{why} as 'Authorization: Bearer KEY'", "wrong_key" if wrong else "no_key")
 
 
 def check_browser(request: Request, settings: Settings) -> None:
