@@ -163,6 +163,10 @@ class PlanAnswer(Model):
     blockers: tuple[str, ...]
     ignored: Ignored = ()
 
+    @property
+    def is_short(self) -> bool:
+        return any(room.is_short for room in (self.host, self.file, *self.devices))
+
 
 class FleetPlanAnswer(Model):
     """What every engine of a fleet says to a dry run: with ``blockers`` it would fail, for these reasons."""

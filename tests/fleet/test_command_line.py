@@ -85,6 +85,13 @@ def test_content_that_is_lost_is_in_the_exit_code(members: str, sites: Sites) ->
     assert memsaver("status", "--members", members)[0] == 0
 
 
+def test_no_advice_about_the_coordinator_if_an_engine_is_down(sites: Sites) -> None:
+    with served([site.member for site in sites.values()]) as http:
+        sites["c"].wire.cut()
+        ran = CliRunner().invoke(app, ["release", "--url", str(http.base_url)])
+        assert (ran.exit_code, "c failed" in ran.output, "--url" in ran.output) == (3, True, False), ran.output
+
+
 def test_an_engine_that_has_failed_is_in_the_exit_code(members: str, sites: Sites) -> None:
     sites["b"].engine.memory.fail("release", MemsaverError("rank 1 has ended"), ends=True)
     assert memsaver("release", "--members", members)[0] == 1

@@ -10,7 +10,11 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from memsaver_core._native import Saver as Driver
 from memsaver_server.cli.commands import app
+from tests.waiting import wait_until
+
+from .tensor_engine import MIB
 
 Run = Callable[..., tuple[int, str]]
 
@@ -44,9 +48,41 @@ def test_a_dry_run(memsaver: Run, http: httpx.Client) -> None:
     assert state(http) == "resident"
 
 
+def test_a_dry_run_without_memory(memsaver: Run, http: httpx.Client, driver: Driver) -> None:
+    """It ends as the resume would, and says once why."""
+    memsaver("release")
+    free = http.get("/memory_occupation").json()["devices"][0]["free_bytes"]
+    tenant = driver.allocate(0, "tenant", "discard", free // (2 * MIB) * 2 * MIB)
+    try:
+        wait_until(lambda: memsaver("resume", "--dry-run")[0] == 6)  # a reading may be of a moment ago
+        assert memsaver("resume", "--dry-run")[1].count("bytes are needed") == 1
+    finally:
+        driver.free(tenant)
+
+
+def test_content_that_is_lost_is_named(memsaver: Run, http: httpx.Client) -> None:
+    lost = "content lost: weights; requests are refused until the engine's weight update has written it"
+    for command in (["release", "--dry-run"], ["release"]):
+        assert lost in memsaver(*command, "--restore", "weights=discard")[1]
+    for options in (["--dry-run"], []):
+        code, output = memsaver("resume", *options)
+        assert (code, lost in output) == (0, True)
+    http.post("/content_written", json={}).raise_for_status()
+    assert "content lost" not in memsaver("release")[1] + memsaver("resume")[1]
+
+
+def test_a_key_is_missing_or_wrong(serve: Callable[..., httpx.Client]) -> None:
+    at = ["--url", str(serve(api_key="right").base_url)]
+    for key, says in ([], "this server requires a key"), (["--api-key", "wrong"], "the key is wrong"):
+        ran = CliRunner().invoke(app, ["status", *at, *key])
+        assert (ran.exit_code, says in ran.output, "Set --api-key" in ran.output) == (4, True, True)
+
+
 def test_a_cache_that_cannot_be_resized(memsaver: Run) -> None:
     assert memsaver("kv-cache", "much%")[0] == 2
-    assert memsaver("kv-cache", "0")[0] == 2
+    for no_size in ("0", "50"):
+        code, output = memsaver("kv-cache", no_size)
+        assert (code, f"'{no_size}' is not a size; write for example 20GiB or 50%" in output) == (2, True)
     for size in ((), ("50%",), ("--tokens", "5")):
         code, output = memsaver("kv-cache", *size)
         assert (code, "this engine cannot change the size of its KV cache" in output) == (5, True), output
@@ -63,7 +99,8 @@ def test_two_phases(memsaver: Run, http: httpx.Client, verb: str) -> None:
     assert re.search(rf"prepared: release {operation} of .*memsaver-client; \d+ s are left for its commit", shown)
     assert state(http) != "released"
     assert memsaver("resume", "weights")[0] == 5  # a conflict
-    assert memsaver(verb, operation, "--key", key)[0] == 0
+    code, output = memsaver(verb, operation, "--key", key)
+    assert (code, "✓" in output, "✗" in output) == (0, True, False)
     assert state(http) == ("released" if verb == "commit" else "resident")
     assert "prepared:" not in memsaver("status")[1]
     for options in ((), ("--json",)):  # a failure has an exit code here, too
@@ -73,5 +110,5 @@ def test_two_phases(memsaver: Run, http: httpx.Client, verb: str) -> None:
 def test_what_only_a_coordinator_does_is_refused_by_name(memsaver: Run, http: httpx.Client) -> None:
     code, output = memsaver("release", "--name", "a")
     assert code == 2
-    assert "'selector' has no effect here" in output
+    assert "--name/--model/--label/--host/--gpu has no effect here" in output
     assert state(http) == "resident"

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 
 from memsaver_core.contract.reports import TagReport
 from memsaver_core.contract.status import OccupationAnswer, RankStatus
-from memsaver_server.cli.tables import operation_backups_table, ranks_table, status_view
+from memsaver_server.cli.tables import operation_backups_table, ranks_table, said, status_view
 
 MIB = 1 << 20
 
@@ -95,6 +95,31 @@ def test_what_the_process_holds_beside_its_tags_has_names() -> None:
 def test_a_reason_is_printed_as_text() -> None:
     text = printed(status_view(occupation("weights", admission={"open": False, "reason": "[bold]lost[/] \x1b[2J"})))
     assert "closed because [bold]lost[/] \\x1b[2J" in text
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ('lease_s needs "prepare": true', "--lease needs --prepare"),
+        ('Release with {"verify": "token"}, or', "Release with --verify, or"),
+        ('"communicators": "keep" contradicts', "--communicators keep contradicts"),
+        ('"fleet_mode": "best_effort" with', "memsaver fleet's --best-effort with"),
+        ("mode: Input should be 'wait' or 'keep'", "--mode: Input should be 'wait' or 'keep'"),
+        ("restore.weights: Input should be", "--restore.weights: Input should be"),
+        ("a longer timeout_s, or leave 'verify' out", "a longer --timeout, or leave --verify out"),
+        ("field 'selector' has no effect", "--name/--model/--label/--host/--gpu has no effect"),
+    ],
+)
+def test_options_take_the_place_of_fields(message: str, shown: str) -> None:
+    assert said(message).plain == shown
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["unknown tag 'wait'; there are 'kv_cache', 'tokens'", "8 MiB of kv_cache, cuda_graph", "wait for its mode"],
+)
+def test_what_is_no_field_stays(message: str) -> None:
+    assert said(message).plain == message
 
 
 def test_ranks_have_their_place() -> None:

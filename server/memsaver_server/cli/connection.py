@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from memsaver_server.cli.options import Connection, ExitCode
-from memsaver_server.cli.units import like, parse_size
+from memsaver_server.cli.units import like
 from memsaver_server.client import errors
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ _CODES: dict[str | type[errors.AnswerError], ExitCode] = {
     errors.PhaseDeadlineError: ExitCode.DEADLINE,
 }
 
-_HINTS = {
-    ExitCode.UNREACHABLE: "Is the service running there? Set --url (MEMSAVER_URL) or --uds.",
-    ExitCode.UNAUTHORIZED: "Set --api-key or MEMSAVER_API_KEY.",
+_HINTS: dict[type[errors.ClientError], str] = {
+    errors.UnreachableError: "Is the service running there? Set --url (MEMSAVER_URL) or --uds.",
+    errors.UnauthorizedError: "Set --api-key or MEMSAVER_API_KEY.",
 }
 
 
@@ -60,36 +60,24 @@ def connected(connection: Connection, *, as_json: bool = False) -> Iterator[Clie
         try:
             yield client
         except errors.ClientError as error:
-            code = exit_code_for(error)
+            body, status = (error.body, error.status) if isinstance(error, errors.AnswerError) else ({}, None)
             if as_json:
-                body, status = (error.body, error.status) if isinstance(error, errors.AnswerError) else ({}, None)
                 typer.echo(json.dumps({"success": False, "message": str(error), **body, "status": status}, indent=2))
-            else:
-                print_error(str(error), _HINTS.get(code, ""))
-            raise typer.Exit(code) from error
+            else:  # what a coordinator says of its engines is not about the address and the key given here
+                print_error(str(error), "" if "engines" in body else _HINTS.get(type(error), ""))
+            raise typer.Exit(exit_code_for(error)) from error
 
 
 def print_error(message: str, hint: str = "") -> None:
     """Print why a command fails on stderr, and what to do."""
     from rich.text import Text
 
-    from memsaver_server.cli.tables import make_console, plain
+    from memsaver_server.cli.tables import make_console, said
 
     console = make_console(stderr=True)
-    console.print(Text.assemble(("memsaver: ", "bold red"), plain(message)), soft_wrap=True)
+    console.print(Text.assemble(("memsaver: ", "bold red"), said(message)), soft_wrap=True)
     if hint:
         console.print(Text(f"  {hint}", style="dim"), soft_wrap=True)
-
-
-def size_of(text: str | None) -> int | None:
-    """Return the bytes of an option's value; raise BadParameter if it is not a size, or not more than 0."""
-    try:
-        count = None if text is None else parse_size(text)
-        if count == 0:
-            raise ValueError(f"{text!r} is not more than 0; write for example 8GiB, 500MB or a number of bytes")
-        return count
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 @contextmanager

@@ -130,10 +130,11 @@ def _phase_line(phase: PhaseReport) -> Text:
     return line
 
 
-def outcome_view(operation: OperationStatusAnswer) -> Text:
+def outcome_view(operation: OperationStatusAnswer, wanted: str = "succeeded") -> Text:
+    """Return how an operation ended, as a success if its status is the one that is ``wanted``."""
     message = operation.answer.message if operation.answer else operation.status
-    mark = "  ✓ " if operation.status == "succeeded" else "  ✗ "
-    return Text.assemble((mark, tables.state_text(operation.status).style), tables.plain(message))
+    mark = ("  ✓ ", "green") if operation.status == wanted else ("  ✗ ", tables.state_text(operation.status).style)
+    return Text.assemble(mark, tables.said(message))
 
 
 def _overview(client: Client) -> RenderableType:

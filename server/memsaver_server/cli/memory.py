@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 from uuid import uuid4
 
 import typer
 
-from memsaver_server.cli.connection import connected, size_of, sizes_as_asked
+from memsaver_server.cli import tables
+from memsaver_server.cli.connection import connected, sizes_as_asked
 from memsaver_server.cli.live import outcome_view, until_ended, until_prepared
 from memsaver_server.cli.options import Connection, ExitCode, Json, Tags, grouped
 from memsaver_server.cli.request_options import Release, ResizeKvCache, Resume, Selector
-from memsaver_server.cli.tables import all_answer, kv_cache_view, operation_view, said_view, show, status_view
+from memsaver_server.cli.units import parse_size
+from memsaver_server.client import ClientError
 
 if TYPE_CHECKING:
     from memsaver_core.contract.reports import AcceptedAnswer, PreparedAnswer
     from memsaver_core.contract.requests import OperationName
+    from memsaver_server.client import Client, OperationAnswer
 
 
 @grouped
@@ -62,8 +66,9 @@ def _operate(
     with connected(connection, as_json=as_json) as client, sizes_as_asked(size):
         if planned:
             plan = client.plan(name, *tags, **given)
-            show(plan, partial(said_view, hint="\n".join(plan.blockers)), as_json=as_json)
-            raise typer.Exit(ExitCode.FAILED if plan.blockers else ExitCode.OK)
+            tables.show(plan, tables.plan_view, as_json=as_json)
+            blocked = ExitCode.OUT_OF_MEMORY if getattr(plan, "is_short", False) else ExitCode.FAILED
+            raise typer.Exit(blocked if plan.blockers else ExitCode.OK)
         if prepare:
             given |= {"prepare": True, "key": uuid4().hex}
         starts: dict[OperationName, Callable[..., AcceptedAnswer]] = {
@@ -77,13 +82,21 @@ def _operate(
             prepared = until_prepared(client, partial(ask, *tags, **given), start)
             of = f"{prepared.operation_id} --key {given['key']}"
             hint = f"do it with: memsaver commit {of}\nundo it with: memsaver abort {of}"
-            show(prepared, partial(said_view, hint=hint), as_json=as_json)
+            tables.show(prepared, partial(tables.said_view, hint=hint), as_json=as_json)
         elif in_background:
             accepted = start()
             hint = f"follow it with: memsaver watch {accepted.operation_id}"
-            show(accepted, partial(said_view, hint=hint), as_json=as_json)
+            tables.show(accepted, partial(tables.said_view, hint=hint), as_json=as_json)
         else:
-            show(until_ended(client, start), operation_view, as_json=as_json)
+            _show_done(client, until_ended(client, start), as_json)
+
+
+def _show_done(client: Client, answer: OperationAnswer, as_json: bool) -> None:
+    """Print what an operation did; as tables also which content is lost now."""
+    tables.show(answer, tables.operation_view, as_json=as_json)
+    if not as_json:
+        with suppress(ClientError):  # the operation itself has succeeded
+            tables.show(client.occupation(), lambda now: tables.lost_view(now.lost), as_json=False)
 
 
 @grouped
@@ -94,8 +107,8 @@ def status(connection: Connection, as_json: Json = False) -> None:
     """
     with connected(connection, as_json=as_json) as client:
         occupation = client.occupation()
-    show(occupation, status_view, as_json=as_json)
-    if not all_answer(occupation):
+    tables.show(occupation, tables.status_view, as_json=as_json)
+    if not tables.all_answer(occupation):
         raise typer.Exit(ExitCode.UNREACHABLE)
 
 
@@ -117,14 +130,14 @@ def kv_cache(
         _operate("resize", [], connection, as_json, given)
         return
     with connected(connection, as_json=as_json) as client:
-        show(client.kv_cache(), kv_cache_view, as_json=as_json)
+        tables.show(client.kv_cache(), tables.kv_cache_view, as_json=as_json)
 
 
 def _size(text: str | None) -> dict[str, float]:
-    if text is None or not text.endswith("%"):
-        return {} if text is None else {"bytes": size_of(text) or 0}
+    if text is None:
+        return {}
     try:
-        return {"fraction": float(text[:-1]) / 100}
+        return {"fraction": float(text[:-1]) / 100} if text.endswith("%") else {"bytes": parse_size(text)}
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a size; write for example 20GiB or 50%") from None
 
@@ -137,7 +150,7 @@ Key = Annotated[str | None, typer.Option("--key", help="The key that --prepare p
 def commit(operation_id: OperationId, key: Key = None, *, connection: Connection, as_json: Json = False) -> None:
     """Do what was prepared."""
     with connected(connection, as_json=as_json) as client:
-        show(client.commit(operation_id, key=key), operation_view, as_json=as_json)
+        _show_done(client, client.commit(operation_id, key=key), as_json)
 
 
 @grouped
@@ -151,4 +164,5 @@ def abort(
 ) -> None:
     """Undo what was prepared, or cancel an operation that does not move memory yet."""
     with connected(connection, as_json=as_json) as client:
-        show(client.abort(operation_id, key=key, force=force), outcome_view, as_json=as_json)
+        undone = client.abort(operation_id, key=key, force=force)
+        tables.show(undone, partial(outcome_view, wanted="cancelled"), as_json=as_json)

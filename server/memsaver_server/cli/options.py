@@ -13,6 +13,7 @@ import typer
 from typer.models import OptionInfo
 
 from memsaver_server.address import DEFAULT_URL
+from memsaver_server.cli.units import parse_size
 
 
 class Options:
@@ -92,6 +93,14 @@ def pairs_of(texts: list[str]) -> dict[str, str]:
         if not (name and separator):
             raise typer.BadParameter(f"{text!r} is not NAME=VALUE; write for example weights=discard or role=rollout")
     return dict(text.split("=", 1) for text in texts)
+
+
+def size_of(text: str | None) -> int | None:
+    """Return the bytes of an option's value; raise BadParameter if it is not a size."""
+    try:
+        return None if text is None else parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 class ExitCode(IntEnum):

@@ -6,8 +6,7 @@ from typing import ClassVar
 
 import typer
 
-from memsaver_server.cli.connection import size_of
-from memsaver_server.cli.options import Options, pairs_of
+from memsaver_server.cli.options import Options, pairs_of, size_of
 
 
 class Release(Options):

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 from rich.text import Text
 
-from memsaver_server.cli.connection import size_of
-from memsaver_server.cli.options import Options, grouped
+from memsaver_server.cli.options import Options, grouped, size_of
 from memsaver_server.cli.serving import Listening, end_at_once, settings_of, starting, until_ended
 from memsaver_server.cli.tables import make_console, plain
 from memsaver_server.cli.units import format_seconds

@@ -12,8 +12,8 @@ import typer
 from rich import box
 from rich.table import Table
 
-from memsaver_server.cli.connection import print_error, size_of
-from memsaver_server.cli.options import ExitCode, Json
+from memsaver_server.cli.connection import print_error
+from memsaver_server.cli.options import ExitCode, Json, size_of
 from memsaver_server.cli.tables import make_console, plain
 from memsaver_server.cli.units import format_bytes, format_seconds
 

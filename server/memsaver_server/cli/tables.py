@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -10,7 +11,9 @@ from rich import box
 from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
+from typer.models import OptionInfo
 
+from memsaver_server.cli.request_options import FleetRelease, Release, ResizeKvCache, Resume, Selector
 from memsaver_server.cli.units import format_bytes, format_delta, format_seconds
 
 if TYPE_CHECKING:
@@ -19,8 +22,8 @@ if TYPE_CHECKING:
     from memsaver_core.contract import reports, status
     from memsaver_server.fleet import EngineResult, EngineStatus, FleetResult, FleetStatus
 
-    _Planned = reports.PlanAnswer | reports.FleetPlanAnswer
-    Said = reports.AcceptedAnswer | reports.PreparedAnswer | reports.ResizedAnswer | _Planned
+    Planned = reports.PlanAnswer | reports.FleetPlanAnswer
+    Said = reports.AcceptedAnswer | reports.PreparedAnswer | reports.ResizedAnswer
 
 AnswerT = TypeVar("AnswerT", bound="BaseModel")
 Cell = str | int | Text
@@ -65,6 +68,33 @@ def plain(text: str, style: str = "") -> Text:
     """Return ``text`` as it is: without markup, and without characters that a terminal obeys or cannot show."""
     seen = (each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode() for each in text)
     return Text("".join(seen), style=style)
+
+
+#: By field of a request, the option that sets it; those that take a value end with a space.
+_OPTIONS = {
+    field: of + (option.param_decls or [""])[0].split("/")[0] + " " * (option.default is None)
+    for of, groups in (("memsaver fleet's ", [FleetRelease]), ("", [Selector, ResizeKvCache, Resume, Release]))
+    for group in groups
+    for field, option in vars(group).items()
+    if isinstance(option, OptionInfo)
+}
+_OPTIONS["selector"] = "/".join(_OPTIONS[field].strip() for field in vars(Selector) if field in _OPTIONS)
+#: A field in a message: with a value, in quotes, before what is wrong with its value, or a word with an underscore.
+#: ``kv_cache`` is mostly a tag.
+_FIELD = re.compile(
+    r"""{?"(\w+)": (true|"\w+")}?|(?:field |(?<=leave ))'(\w+)'|\b(\w+)(?=[.\w]*: Input)|\b(?!kv_cache)([a-z]+_\w+)"""
+)
+
+
+def said(text: str, style: str = "") -> Text:
+    """Return what a service says as ``plain`` does, with options in place of the fields that they set."""
+
+    def option(found: re.Match[str]) -> str:
+        field, value, *others = found.groups()
+        name = _OPTIONS.get(field or next(filter(None, others)), found[0])
+        return name + value.strip('"') if value and name.endswith(" ") else name.strip()
+
+    return plain(_FIELD.sub(option, text), style)
 
 
 def progress_line(progress: reports.ProgressAnswer) -> str:
@@ -172,14 +202,28 @@ def operation_view(result: reports.OperationAnswer) -> RenderableType:
     return Group(*parts, "")
 
 
-def said_view(answer: Said, *, hint: str = "") -> RenderableType:
-    """Return an answer's message, and what to do or why below."""
-    return Group(plain(answer.message), *([Text(hint, style="dim")] if hint else []))
+def plan_view(plan: Planned) -> RenderableType:
+    """Return what would happen or, unless the message has it already, what prevents that; and what content is lost."""
+    blockers = [said(each, "dim") for each in plan.blockers if each not in plan.message]
+    lost = lost_view(tag.tag for tag in getattr(plan, "tags", ()) if tag.loses_content)
+    return Group(said(plan.message), *blockers, lost)
+
+
+def lost_view(tags: Iterable[str]) -> Group:
+    """Return which ``tags`` lack their content, if any, and what to do."""
+    names = ", ".join(tags)
+    what = f"content lost: {names}; requests are refused until the engine's weight update has written it"
+    return Group(*([plain(what, "yellow")] if names else []))
+
+
+def said_view(answer: Said, *, hint: str) -> RenderableType:
+    """Return an answer's message, and what to do below."""
+    return Group(plain(answer.message), Text(hint, style="dim"))
 
 
 def _outcome(result: reports.OperationAnswer | FleetResult) -> Text:
     mark = ("✓ ", "green") if result.success else ("✗ ", "red")
-    return Text.assemble(mark, plain(result.message))
+    return Text.assemble(mark, said(result.message))
 
 
 def _devices_caption(devices: Sequence[reports.MeteredDelta]) -> Text:
@@ -348,5 +392,5 @@ def _result_cells(engine: EngineResult) -> list[Cell]:
 
 
 def _wrong(engines: Iterable[EngineStatus | EngineResult | status.EngineRow]) -> list[RenderableType]:
-    wrong = [Text.assemble((f"{each.name}: ", "bold"), plain(each.error)) for each in engines if each.error]
+    wrong = [Text.assemble((f"{each.name}: ", "bold"), said(each.error)) for each in engines if each.error]
     return ["", *wrong] if wrong else []

@@ -37,10 +37,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Return ``text`` (``8GiB``, ``500MB``, ``20G``, ``4096``) in bytes; raise ValueError unless it is below 8 EiB."""
+    """Return ``text`` (``8GiB``, ``500MB``, ``20G``, ``4194304``) in bytes; raise ValueError unless it is more than 0
+    and below 8 EiB. Without a unit it is at least 1 MiB: with less, the unit was forgotten."""
     matched = _SIZE.fullmatch(text)
-    if matched is None or (count := int(Decimal(matched[1]) * _unit_bytes(matched))) >= 1 << 63:
-        raise ValueError(f"{text!r} is not a size; write for example 8GiB, 500MB or a number of bytes")
+    count = int(Decimal(matched[1]) * _unit_bytes(matched)) if matched else 0
+    if matched is None or not (1 if matched[2] else 1 << 20) <= count < 1 << 63:
+        raise ValueError(f"{text!r} is not a size; write for example 8GiB, 500MB, or a number of bytes from 1 MiB on")
     return count
 
 
