@@ -59,6 +59,10 @@ def test_failures(members: str, sites: Sites, tmp_path: Path) -> None:
     code, output = memsaver("status", "--members", members)
     assert code == 3
     assert re.search(r"c +no answer", output)
+    for name in "ab":
+        sites[name].wire.cut()
+    code, output = memsaver("status", "--members", members)
+    assert (code, "fleet unknown   0 of 3 engines answer" in output) == (3, True), output
     for arguments in (
         ["--members", str(tmp_path / "none.yaml")],
         ["--members", "dns:x"],

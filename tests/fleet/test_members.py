@@ -103,7 +103,7 @@ def test_services(zone: Zone) -> None:
     ]
 
 
-def test_records_count_for_their_time_to_live(zone: Zone) -> None:
+def test_records_count_for_their_time_to_live(zone: Zone, caplog: pytest.LogCaptureFixture) -> None:
     zone.records = "engines 1 A 10.0.0.1\nengines 1 AAAA fd00::1"
     membership = DnsMembership("engines", 1, resolver=zone.resolver())
 
@@ -112,9 +112,20 @@ def test_records_count_for_their_time_to_live(zone: Zone) -> None:
         zone.records = "other 1 A 10.0.0.1"
         assert len(await membership.members()) == 2
         await asyncio.wait_for(membership.changed(), 30)
+        assert not caplog.messages
         assert await membership.members() == []  # no pod is ready
+        assert caplog.messages == ["DNS has no A or AAAA records of engines: the fleet has no members"]
 
     asyncio.run(run())
+
+
+def test_a_name_that_never_had_records_is_in_the_log_once(zone: Zone, caplog: pytest.LogCaptureFixture) -> None:
+    """The fleet was empty, and nothing said why."""
+    membership = DnsMembership("_http._tcp.engines", None, resolver=zone.resolver())
+    assert members(membership) == []
+    membership._expires = 0.5  # long ago
+    assert members(membership) == []
+    assert caplog.messages == ["DNS has no SRV records with addresses of _http._tcp.engines: the fleet has no members"]
 
 
 def test_dns_that_fails_is_told(zone: Zone) -> None:

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from memsaver_server.missing_package import missing_package
 from tests import forks
 
 SERVER_PACKAGES = ("torch", "fastapi", "starlette", "uvicorn", "pydantic_settings", "prometheus_client", "transformers")
@@ -99,6 +100,49 @@ def test_the_command_line_needs_neither(arguments: list[str], code: int) -> None
     assert ran.returncode == code, ran.stderr
     assert ran.stderr.splitlines()[-1] == "[]"
     assert "Traceback" not in ran.stderr
+
+
+#: The packages of all extras but ``cli``, hidden as they are where they are not installed.
+ONLY_CLI = (*SERVER_PACKAGES, "numpy", "safetensors", "psutil", "pynvml", "yaml", "dns", "sniffio", "ray")
+HIDDEN = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {ONLY_CLI} else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "extra"),
+    [
+        ("doctor", 0, "server"),
+        ("serve", 1, "engine"),
+        ("kv-cache 50% --uds /nowhere", 3, ""),
+        ("top --uds /nowhere", 3, ""),
+        ("store list nowhere", 3, ""),
+        ("store pin nowhere x", 3, ""),
+        ("fleet serve --members ray", 1, "server,fleet"),
+        ("fleet status --members /nowhere", 2, "fleet"),
+        ("fleet watch --members dns:nowhere:1", 2, "fleet"),
+        ("fleet release --members ray", 2, "ray"),
+    ],
+)
+def test_a_command_without_its_extra_names_it(command: str, code: int, extra: str) -> None:
+    ran = python(HIDDEN + COMMAND, *command.split())
+    said = " ".join((ran.stdout + ran.stderr).replace("│", " ").split())
+    assert (ran.returncode, "Traceback" in said) == (code, False), said
+    assert f"install 'memsaver[{extra}]'" in said if extra else "not installed" not in said
+
+
+@pytest.mark.parametrize(("extra", "named"), [("fleet", "ray"), ("server,fleet", "server,ray")])
+def test_ray_has_another_extra(extra: str, named: str) -> None:
+    assert f"'memsaver[{named}]'" in missing_package(ModuleNotFoundError("no ray", name="ray"), extra)
+    assert f"'memsaver[{extra}]'" in missing_package(ModuleNotFoundError("no yaml", name="yaml"), extra)
 
 
 def test_a_name_that_needs_more_says_how_to_install_it() -> None:

@@ -361,7 +361,8 @@ def fleet_status_view(status: FleetStatus) -> RenderableType:
     """Return one row per engine, and what is wrong below."""
     alive = sum(engine.alive for engine in status.engines)
     count = f"   {alive} of {len(status.engines)} engines answer"
-    head = Text.assemble("fleet ", state_text(status.state or "empty"), (count, "dim"))
+    state = status.state or ("unknown" if status.engines else "empty")
+    head = Text.assemble("fleet ", state_text(state), (count, "dim"))
     return Group(head, "", table_of(_ENGINE_COLUMNS, map(_engine_cells, status.engines)), *_wrong(status.engines), "")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from ipaddress import ip_address
 from typing import Any
 
@@ -19,12 +20,14 @@ _SHORTEST_S, _LONGEST_S = 1.0, 30.0
 #: Limit of one query, seconds.
 _LIFETIME_S = 5.0
 
+logger = logging.getLogger("memsaver")
+
 
 class DnsMembership:
     """Members are called by their addresses with the port; with SRV records, by their targets with the port.
 
-    A name without records has no members. A headless Kubernetes service must have ``publishNotReadyAddresses: true``:
-    else engines that are released, which are not ready, leave the fleet.
+    A name without records has no members; a warning in the log says so. A headless Kubernetes service must have
+    ``publishNotReadyAddresses: true``: else engines that are released, which are not ready, leave the fleet.
 
     Args:
         name: what to ask for. The search domains of the system apply.
@@ -46,6 +49,9 @@ class DnsMembership:
                 members = [_member(place(address, self._port), address, self._port) for address in found]
             else:
                 members, ttl_s = await self._services()
+            if not members and (self._members or not self._expires):
+                kind = "A or AAAA records" if self._port is not None else "SRV records with addresses"
+                logger.warning("DNS has no %s of %s: the fleet has no members", kind, self._name)
             self._members = checked(members)
             self._expires = clock.monotonic() + min(max(ttl_s, _SHORTEST_S), _LONGEST_S)
         return list(self._members)
