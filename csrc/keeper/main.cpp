@@ -27,7 +27,11 @@ int main(int count, char** arguments) {
     SharedStore store(*driver, arguments[1], std::strtoull(arguments[3], nullptr, 10), SharedStore::Kind::keeper);
     pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
     store.keep(limit);  // what the store has already is held once the line is there
-    std::printf("keeping weights of the store %s, up to %zu bytes\n", arguments[1], limit);
+    constexpr const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+    auto size = static_cast<double>(limit);
+    int unit = 0;
+    for (; size >= 1024 && unit < 4; size /= 1024) ++unit;
+    std::printf("keeping weights of the store %s, up to %.4g %s\n", arguments[1], size, units[unit]);
     std::fflush(stdout);
     while (!ending) {
       const std::uint32_t seen = store.changes();

@@ -48,7 +48,8 @@ class Keeper:
         command = [*MEMSAVER, "store", "keep", store, "--limit", limit, "--store-limit", store_limit]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        assert self.process.stdout.readline().startswith(f"keeping weights of the store {store}")
+        self.line = self.process.stdout.readline()
+        assert self.line.startswith(f"keeping weights of the store {store}")
 
     def end(self, how: int) -> int:
         self.process.send_signal(how)
@@ -93,6 +94,7 @@ def test_the_next_engine_loads_nothing(store: str, running: list[Any], state: st
     running += [keeper, first]
     reason, loads, sums = first.load()
     assert (reason, loads) == ("the store has none of this model", 1)
+    assert keeper.line.endswith("up to 1 GiB\n")
     if state == "released":
         assert first.does("release")["backed_up_bytes"] == 0
     elif state == "resuming":

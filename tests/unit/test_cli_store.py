@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from memsaver_core import manifests
 from memsaver_server.cli.commands import app
 
-KEPT = {"abc1": "alpha", "abd2": "beta", "ffff": "abd2"}
+KEPT = {"abc1": "alpha", "abd2": "beta", "ffff": "abd2", "e1": "/a/gamma", "e2": "/b/gamma", "e3": "Org/delta"}
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,10 @@ KEPT = {"abc1": "alpha", "abd2": "beta", "ffff": "abd2"}
         ("beta", ["abd2"]),
         ("abc", ["abc1"]),
         ("abd2", ["ffff"]),  # a model's name first
-        ("ab", "'ab' is the beginning of abc1, abd2"),
+        ("ab", "'ab' could be abc1, abd2"),
+        ("/a/gamma", ["e1"]),
+        ("delta", ["e3"]),  # as an engine's status calls it
+        ("gamma", "'gamma' could be /a/gamma, /b/gamma"),
         ("", "no weights ''"),
     ],
 )

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,7 +26,9 @@ store = typer.Typer(help="Keep weights in a shared store, for engines that start
 Name = Annotated[
     str, typer.Argument(envvar="MEMSAVER_SHARED_BACKUPS", help="The store, as MEMSAVER_SHARED_BACKUPS names it.")
 ]
-Which = Annotated[str, typer.Argument(help="The model, or the beginning of an id in the list.", metavar="WEIGHTS")]
+Which = Annotated[
+    str, typer.Argument(help="The model, its last part, or the beginning of an id in the list.", metavar="WEIGHTS")
+]
 
 
 @store.command()
@@ -63,6 +66,7 @@ def list_weights(name: Name, as_json: Json = False) -> None:
         typer.echo(json.dumps(about | {"weights": weights}, indent=2))
         return
     table = Table("id", "weights", "size", "given", "last used", "held by", box=box.SIMPLE, pad_edge=False)
+    table.columns[1].overflow = "fold"  # a name that is cut cannot be copied
     for each in weights:
         words = [each["model"], each["dtype"], each["quantization"], f"rank {each['rank']} of {each['ranks']}"]
         words += ["pinned"] * each["pinned"] + ["incomplete"] * (not each["complete"])
@@ -97,12 +101,12 @@ def pin(
 def _mark(name: str, which: str, mark: str) -> None:
     with _opened(name) as (joined, kept):
         about = [each.description() for each in kept]
-        of_model = [each["id"] for each in about if each["model"] == which]
-        begins = [each["id"] for each in about if which and each["id"].startswith(which)]
-        if len(begins) > 1 and not of_model:
-            print_error(f"{which!r} is the beginning of {', '.join(begins)}", "Write more of the one that you mean.")
+        model = {each["id"]: each["model"] for each in about if each["model"] == which}
+        model = model or {each["id"]: each["model"] for each in about if which and Path(each["model"]).name == which}
+        meant = model or {each["id"]: each["id"] for each in about if which and each["id"].startswith(which)}
+        if len(could := dict.fromkeys(meant.values())) > 1:
+            print_error(f"{which!r} could be {', '.join(could)}", "Write more of the one that you mean.")
             raise typer.Exit(ExitCode.INVALID)
-        meant = of_model or begins
         marked = [each for each in meant if joined.mark_text(each, mark)]
     if not marked:
         print_error(f"the store {name!r} has no weights {which!r}", f"See: memsaver store list {name}")
