@@ -130,6 +130,9 @@ class AdmissionClosedError(MemsaverError, kind="admission_closed", status=503, r
 class DrainTimeoutError(MemsaverError, kind="drain_timeout", status=504):
     """The requests ``pending``, by name, did not end in time. The engine continues as before."""
 
+    seconds: float
+    pending: Sequence[str]
+
     def __init__(self, seconds: float, pending: Sequence[str], outcome: str = "nothing was released") -> None:
         self.seconds = seconds
         self.pending = tuple(pending)

@@ -3,7 +3,7 @@ broadcast of SGLang) carries what ``REQUESTS.encode`` and ``ANSWERS.encode`` ret
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, Literal, TypeVar
 
@@ -160,7 +160,7 @@ class Failure:
 
     error: str
     message: str
-    attributes: Mapping[str, str | bool | int | float | list[str | int]] = field(default_factory=dict)
+    attributes: Mapping[str, str | bool | int | float | Sequence[str | int]] = field(default_factory=dict)
     phase: str = ""
 
     @classmethod
@@ -177,7 +177,9 @@ class Failure:
         message = before + self.message + after
         is_known = isinstance(kind, type) and issubclass(kind, MemsaverError)
         if is_known and set(self.attributes) == {each.name for each in fields(kind)}:
-            return kind(message, **self.attributes)
+            error: MemsaverError = kind.__new__(kind, message)  # a constructor may word the message itself
+            vars(error).update(self.attributes)
+            return error
         return MemsaverError(message)
 
 

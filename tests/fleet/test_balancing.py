@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -27,6 +28,7 @@ class Balanced:
     """Engines with a MiB of weights and a cache of 1 to 4 MiB."""
 
     def __init__(self, ending: ExitStack) -> None:
+        self.ending = ending
         self.engines = {name: ElasticEngine(name, model=name) for name in "xy"}
         self.http: dict[str, httpx.Client] = {}
         for name, engine in self.engines.items():
@@ -63,6 +65,11 @@ def tenant(left: int) -> Iterator[None]:
         held = torch.empty(size, dtype=torch.uint8, device=ms.torch_device())
     yield
     del held
+
+
+def path() -> Path:
+    uuids = " ".join(sorted(device.uuid for device in ms.read_devices()))
+    return Path(f"/dev/shm/memsaver-{os.getuid()}-balance-{sha256(uuids.encode()).hexdigest()[:16]}")
 
 
 def rows() -> dict[str, balance.CacheRow]:
@@ -130,8 +137,25 @@ def test_a_limit_holds_until_the_next(balanced: Balanced) -> None:
 )
 def test_what_is_no_row_is_dropped(balanced: Balanced, text: str) -> None:
     """It ended the thread."""
-    uuids = " ".join(sorted(device.uuid for device in ms.read_devices()))
-    path = Path(f"/dev/shm/memsaver-{os.getuid()}-balance-{sha256(uuids.encode()).hexdigest()[:16]}")
     wait_until(lambda: len(rows()) == 2)
-    path.write_text(text, encoding="latin-1")
+    path().write_text(text, encoding="latin-1")
     wait_until(lambda: len(rows()) == 2)
+
+
+def test_the_last_engine_removes_the_file(balanced: Balanced) -> None:
+    """It stayed until the machine was booted again."""
+    wait_until(lambda: len(rows()) == 2)
+    balanced.ending.close()
+    wait_until(lambda: not path().exists())
+
+
+def test_no_row_is_lost_while_others_remove_the_file() -> None:
+    def repeat(name: str) -> None:
+        for _ in range(200):
+            with balance._rows([]) as found:
+                found[name] = balance.CacheRow(balance.time.monotonic(), 1, 1)
+            with balance._rows([]) as found:
+                assert found.pop(name).bytes == 1
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(repeat, "abcd")) == [None] * 4

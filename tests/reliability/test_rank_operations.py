@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -154,6 +155,15 @@ def test_host_memory_that_is_short_is_found_before_any_rank_releases(start: Star
     assert (log.failed, log.phases) == ("prepare", ())
     assert released(group) == [set()] * RANKS
     memory.release(MemoryRequest(tags=("kv_cache",)))
+
+
+def test_the_limits_of_all_ranks_are_no_more_than_the_host_has(start: Start) -> None:
+    """Each may use most of it."""
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    _, memory = start(host_backup_limit=host // 2)
+    assert memory.status().host_backup.limit_bytes == host
+    _, memory = start(host_backup_limit=1 << 20)
+    assert memory.status().host_backup.limit_bytes == RANKS << 20
 
 
 @pytest.mark.guards("a backup larger than host memory ended in the OOM killer")

@@ -27,6 +27,7 @@ from memsaver_core.compat.vllm import allocator as config
 from memsaver_core.compat.vllm import asleep
 from memsaver_core.contract.errors import (
     ConfigurationError,
+    DrainTimeoutError,
     DriverError,
     MemsaverError,
     NotResidentError,
@@ -587,6 +588,11 @@ def test_errors_of_a_rank_are_the_errors_that_they_were() -> None:
     assert (type(again), str(again)) == (OutOfDeviceMemoryError, "rank 1: too little")
     assert vars(again) == {"needed_bytes": 5, "free_bytes": 3, "device": 1}
     assert str(Failure.of(ValueError("odd")).to_error()) == "ValueError: odd"
+    late = DrainTimeoutError(0.5, ["a", "b"])
+    answer = ANSWERS.decode(json.loads(json.dumps(ANSWERS.encode(Answer(status=None, failure=Failure.of(late))))))
+    assert answer.failure is not None
+    again = answer.failure.to_error()
+    assert (type(again), str(again), again.details()) == (DrainTimeoutError, str(late), late.details())
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------

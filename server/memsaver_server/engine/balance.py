@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, BinaryIO, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
@@ -125,6 +125,8 @@ class Balancer:
                 self._tick()
             except (MemsaverError, OSError) as error:  # the engine sleeps, is busy, or ends
                 logger.debug("the KV cache is not balanced now: %s", error)
+        self._asked = 0
+        self._note()
 
     def _tick(self) -> None:
         now = self._lifecycle.snapshot()
@@ -218,9 +220,7 @@ def _rows(devices: Sequence[DeviceMemory]) -> Iterator[dict[str, CacheRow]]:
     """Yield the rows of the engines on these devices, to be changed; no other process uses them meanwhile."""
     digest = sha256(" ".join(sorted(device.uuid for device in devices)).encode()).hexdigest()[:16]
     path = Path(f"/dev/shm/memsaver-{os.getuid()}-balance-{digest}")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with _locked(path) as file:
         try:
             found = _ROWS.validate_json(file.read() or b"{}")
         except ValueError as error:  # a writer died, or is none of ours; engines write their rows again soon
@@ -232,3 +232,16 @@ def _rows(devices: Sequence[DeviceMemory]) -> Iterator[dict[str, CacheRow]]:
         file.seek(0)
         file.truncate()
         file.write(json.dumps(rows).encode())
+        if not rows:
+            path.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> BinaryIO:
+    """Open and lock a file that any holder of its lock may remove."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        file = os.fdopen(descriptor, "r+b")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return file
+        file.close()  # it was removed before the lock was taken

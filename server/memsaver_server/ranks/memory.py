@@ -7,6 +7,7 @@ Each step is taken on all ranks before any rank takes the next one.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from memsaver_core.release_resume import available_host_bytes
 from memsaver_server.ranks.group import SLOWEST_COPY, Channel, Deadlines, Group
 from memsaver_server.ranks.merging import merged_tags
 
+_HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 #: Something that every rank does; returns their answers.
 Act = Callable[[], list[protocol.Answer]]
 
@@ -123,16 +125,23 @@ class RankMemory(Group):
         """Return what the ranks of these data-parallel engines hold."""
         ranks = self.ranks_of(dp_ranks)
         statuses = [status if rank in ranks else None for rank, status in enumerate(self.statuses)]
-        return self.devices.merged_status(statuses)
+        return self._merged(statuses)
 
     def status(self) -> Status:
-        status = self.devices.merged_status(self.statuses)
+        status = self._merged(self.statuses)
         if self.failure:
             status = status.model_copy(update={"state": "failed", "failure": self.failure})
         if self._operation:
             progress = self.progress.progress(self._operation, time.monotonic() - self._began)
             status = status.model_copy(update={"progress": progress})
         return status.model_copy(update={"enabled": self.enabled(), "ranks": self.rank_statuses()})
+
+    def _merged(self, statuses: Sequence[Status | None]) -> Status:
+        """Merge what the ranks hold. Each may use most of its host; those of this host together have no more."""
+        status = self.devices.merged_status(statuses)
+        limits = (each.host_backup.limit_bytes for rank in self.progress.seen if (each := statuses[rank]))
+        limit = status.host_backup.limit_bytes - max(0, sum(limits) - _HOST_BYTES)
+        return status.model_copy(update={"host_backup": status.host_backup.model_copy(update={"limit_bytes": limit})})
 
     def read_devices(self) -> tuple[DeviceMemory, ...]:
         pids = frozenset(rank.pid for rank in self.ranks if rank.pid is not None)
