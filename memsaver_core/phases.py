@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -81,22 +82,22 @@ class PhaseLog:
         return self._latest
 
     def recent(self) -> tuple[DeviceMemory, ...] | None:
-        """As ``read``, or what it has returned in this moment."""
+        """As ``read``, or what it has returned in this moment, if nothing has run since."""
         return self._latest if time.monotonic() - self._read_at < SAME_MOMENT_S else self.read()
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[dict[str, float]]:
         """Record what runs inside as one phase; the figures that it puts into the dictionary become its details."""
-        with self.running(lambda: phase.value):
-            details: dict[str, float] = {}
-            before = self.recent()
-            start = time.monotonic()
-            try:
+        details: dict[str, float] = {}
+        before = self.recent()
+        start = time.monotonic()
+        try:
+            with self.running(lambda: phase.value):
                 yield details
-            finally:
-                seconds = time.monotonic() - start
-                devices = deltas(before, self.read())
-                self.phases += (PhaseReport(name=phase.value, seconds=seconds, devices=devices, details=details),)
+        finally:
+            seconds = time.monotonic() - start
+            devices = deltas(before, self.read())
+            self.phases += (PhaseReport(name=phase.value, seconds=seconds, devices=devices, details=details),)
 
     def add(self, phases: Sequence[PhaseReport]) -> None:
         """Append phases that ran in other processes, one after the other until now."""
@@ -118,3 +119,5 @@ class PhaseLog:
         except BaseException:
             self.failed = current()
             raise
+        finally:
+            self._read_at = -math.inf

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic.warnings import UnsupportedFieldAttributeWarning
 
 from .layout import WIDTH, text_of
@@ -128,6 +129,7 @@ def _fork(name: str, group: Group, environment: dict[str, str], recorded: Path, 
     atexit._clear()  # what the parent does at its end
     try:
         os.environ.update(environment)
+        torch.set_num_threads(1)  # two threads that are the first to do it in a fork may find no pool of threads
         logging.getLogger().addHandler(logging.NullHandler())  # warnings of what is provoked here
         folder = scratch / name
         folder.mkdir()

@@ -43,6 +43,17 @@ def test_a_phase_begins_with_what_the_last_one_ended_with(monkeypatch: pytest.Mo
     assert run(Device()) == [(1, 2), (2, 3), (3, 4), (1, 4)]
 
 
+def test_what_other_processes_did_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "SAME_MOMENT_S", math.inf)
+    log = PhaseLog(Device().read)
+    with log.running(lambda: "pause"):
+        pass
+    with log.phase(Phase.SETTLE):
+        pass
+    [(settle,)] = [phase.devices for phase in log.phases]
+    assert (settle.used_before_bytes, settle.used_after_bytes) == (2, 3)
+
+
 def test_what_is_read_later_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phases, "SAME_MOMENT_S", 0.0)
     assert run(Device()) == [(2, 3), (4, 5), (6, 7), (1, 8)]

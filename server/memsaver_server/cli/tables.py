@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.models import OptionInfo
 
-from memsaver_server.cli.request_options import FleetRelease, Release, ResizeKvCache, Resume, Selector
+from memsaver_server.cli.request_options import Release, ResizeKvCache, Resume, Selector
 from memsaver_server.cli.units import format_bytes, format_delta, format_seconds
 
 if TYPE_CHECKING:
@@ -70,29 +70,25 @@ def plain(text: str, style: str = "") -> Text:
     return Text("".join(seen), style=style)
 
 
-#: By field of a request, the option that sets it; those that take a value end with a space.
+#: By field of a request, the option that sets it.
 _OPTIONS = {
-    field: of + (option.param_decls or [""])[0].split("/")[0] + " " * (option.default is None)
-    for of, groups in (("memsaver fleet's ", [FleetRelease]), ("", [Selector, ResizeKvCache, Resume, Release]))
-    for group in groups
+    field: (option.param_decls or [""])[0].split("/")[0]
+    for group in (Selector, ResizeKvCache, Resume, Release)
     for field, option in vars(group).items()
     if isinstance(option, OptionInfo)
 }
-_OPTIONS["selector"] = "/".join(_OPTIONS[field].strip() for field in vars(Selector) if field in _OPTIONS)
-#: A field in a message: with a value, in quotes, before what is wrong with its value, or a word with an underscore.
-#: ``kv_cache`` is mostly a tag.
-_FIELD = re.compile(
-    r"""{?"(\w+)": (true|"\w+")}?|(?:field |(?<=leave ))'(\w+)'|\b(\w+)(?=[.\w]*: Input)|\b(?!kv_cache)([a-z]+_\w+)"""
-)
+_OPTIONS["selector"] = "/".join(_OPTIONS[field] for field in vars(Selector) if field in _OPTIONS)
+del _OPTIONS["kv_cache"]  # in messages mostly the tag
+#: A field in a message: ``{"prepare": true}``, ``"verify": "token"``, ``field 'verify'``, or a word with an underscore.
+_FIELD = re.compile(r"""{?"(\w+)": (?:true|"(\w+)")}?|field '(\w+)'|\b([a-z]+_\w+)""")
 
 
 def said(text: str, style: str = "") -> Text:
     """Return what a service says as ``plain`` does, with options in place of the fields that they set."""
 
     def option(found: re.Match[str]) -> str:
-        field, value, *others = found.groups()
-        name = _OPTIONS.get(field or next(filter(None, others)), found[0])
-        return name + value.strip('"') if value and name.endswith(" ") else name.strip()
+        name = _OPTIONS.get(found[1] or found[3] or found[4])
+        return " ".join(filter(None, (name, found[2]))) if name else found[0]
 
     return plain(_FIELD.sub(option, text), style)
 
