@@ -16,7 +16,7 @@ from memsaver_core.contract.status import DeviceMemory
 
 logger = logging.getLogger("memsaver")
 
-#: The end of a phase is the begin of the next one that follows within this time, seconds: each reading asks the driver.
+#: A phase that follows another one within this time, seconds, begins with what that one has read: readings take time.
 SAME_MOMENT_S = 0.01
 
 

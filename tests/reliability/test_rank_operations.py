@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from memsaver_core import (
     process,
 )
 from memsaver_core.contract.requests import MemoryRequest, Tagged
+from memsaver_core.release_resume import total_host_bytes
 from memsaver_core.settings import CoreSettings
 from memsaver_server.ranks import memory as rank_memory
 from tests.reliability.conftest import Start
@@ -159,7 +159,7 @@ def test_host_memory_that_is_short_is_found_before_any_rank_releases(start: Star
 
 def test_the_limits_of_all_ranks_are_no_more_than_the_host_has(start: Start) -> None:
     """Each may use most of it."""
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    host = total_host_bytes()
     _, memory = start(host_backup_limit=host // 2)
     assert memory.status().host_backup.limit_bytes == host
     _, memory = start(host_backup_limit=1 << 20)

@@ -16,6 +16,10 @@ from memsaver_core.contract.errors import UnsupportedError
 
 
 class Worker:
+    """With what memsaver adds to vLLM's."""
+
+    memsaver_call, memsaver_write, memsaver_end_write = asleep.METHODS.values()
+
     def __init__(self, model: torch.nn.Module) -> None:
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(quantization=None), parallel_config=SimpleNamespace()
@@ -26,10 +30,10 @@ class Worker:
         for each in self.model_runner.get_model().parameters():
             each.data.fill_(value)
 
-    def make_anew(self, value: float) -> None:
+    def make_weights_anew(self, value: float) -> None:
         self.model_runner.get_model().weight = torch.nn.Parameter(torch.full((400, 500), value))
 
-    def keep_beside(self, value: float) -> None:
+    def keep_weights_beside(self, value: float) -> None:
         self.model_runner.get_model().more = torch.full((3,), value)
 
 
@@ -49,13 +53,15 @@ def model(tag: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Linear
     ms.resume([tag])
 
 
-def update(worker: Any, method: str, value: float) -> None:
-    """As ``asleep.write`` does on each worker."""
-    failure, _, released = asleep.call_worker(asleep, "write_worker", worker, method, value)
-    assert released
-    asleep.end_worker(worker, failure is None)
-    if failure is not None:
-        raise failure.to_error()
+def update(worker: Worker, method: str, value: float) -> None:
+    """As ``collective_rpc`` of an engine core with this worker."""
+
+    def call(_core: Any, method: str, _timeout: Any, args: Any, kwargs: Any = None) -> list[Any]:
+        return [getattr(worker, method)(*args, **(kwargs or {}))]
+
+    assert asleep.weights_are_released()
+    core = SimpleNamespace(model_executor=SimpleNamespace(sleeping_tags={asleep.WEIGHTS}))
+    asleep.write(call, core, method, None, (value,))
 
 
 def test_a_wake_up_brings_in_what_was_written(model: torch.nn.Linear, tag: str) -> None:
@@ -68,7 +74,7 @@ def test_a_wake_up_brings_in_what_was_written(model: torch.nn.Linear, tag: str) 
         assert model.weight.data_ptr() == address
 
 
-@pytest.mark.parametrize(("method", "named"), [("make_anew", "weight"), ("keep_beside", "Linear.more")])
+@pytest.mark.parametrize(("method", "named"), [("make_weights_anew", "weight"), ("keep_weights_beside", "Linear.more")])
 def test_a_loader_that_makes_tensors_anew_is_refused(model: torch.nn.Linear, tag: str, method: str, named: str) -> None:
     before = model.weight.clone()
     ms.release([tag])

@@ -126,7 +126,7 @@ class Balancer:
             except (MemsaverError, OSError) as error:  # the engine sleeps, is busy, or ends
                 logger.debug("the KV cache is not balanced now: %s", error)
         self._asked = 0
-        self._note()
+        self._note()  # without a row of this engine
 
     def _tick(self) -> None:
         now = self._lifecycle.snapshot()

@@ -7,7 +7,6 @@ Each step is taken on all ranks before any rank takes the next one.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,12 +22,11 @@ from memsaver_core.contract.requests import MemoryRequest, OnTags, Tagged, Verb
 from memsaver_core.contract.status import DeviceMemory, Status
 from memsaver_core.device_memory import read_again
 from memsaver_core.ranks import protocol
-from memsaver_core.release_resume import available_host_bytes
+from memsaver_core.release_resume import available_host_bytes, total_host_bytes
 from memsaver_server.ranks.group import SLOWEST_COPY, Channel, Deadlines, Group
 from memsaver_server.ranks.merging import merged_tags
 
-_HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-#: Something that every rank does; returns their answers.
+#: A call that every rank runs; returns their answers.
 Act = Callable[[], list[protocol.Answer]]
 
 
@@ -107,6 +105,7 @@ class RankMemory(Group):
         #: By tag, the policy that its release named in place of the usual one.
         self._overrides: dict[str, RestorePolicy] = {}
         self._lost: set[str] = set()
+        self._host_bytes = total_host_bytes()
 
     def take_lost(self) -> set[str]:
         lost, self._lost = self._lost, set()
@@ -140,7 +139,7 @@ class RankMemory(Group):
         """Merge what the ranks hold. Each may use most of its host; those of this host together have no more."""
         status = self.devices.merged_status(statuses)
         limits = (each.host_backup.limit_bytes for rank in self.progress.seen if (each := statuses[rank]))
-        limit = status.host_backup.limit_bytes - max(0, sum(limits) - _HOST_BYTES)
+        limit = status.host_backup.limit_bytes - max(0, sum(limits) - self._host_bytes)
         return status.model_copy(update={"host_backup": status.host_backup.model_copy(update={"limit_bytes": limit})})
 
     def read_devices(self) -> tuple[DeviceMemory, ...]:
