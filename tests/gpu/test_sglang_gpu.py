@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from memsaver_core import compat
 from tests.engine_server import COUNTS
 from tests.gpu import engines
-from tests.gpu.children import two_devices
+from tests.gpu.children import two_devices, with_new_nccl
 from tests.sglang import checkpoint
 from tests.sglang.server import ARGUMENTS, Server
 
@@ -284,6 +284,7 @@ def test_a_draft_model_with_a_cache_of_any_size(start: Start, tmp_path: Path) ->
 
 
 @two_devices
+@with_new_nccl
 def test_two_ranks_with_a_cache_of_any_size(start: Start) -> None:
     server = start("--tp", "2", "--disable-custom-all-reduce", *ELASTIC, *NO_PREFILL_GRAPHS, **PIECES)
     check_sizes(server, server.answers)
@@ -338,12 +339,14 @@ def test_quantized_weights(start: Start) -> None:
 
 
 @two_devices
+@with_new_nccl
 def test_two_ranks(start: Start) -> None:
     """By NCCL alone, whose memory goes with the rest."""
     check(start("--tp", "2", "--disable-custom-all-reduce", *NO_PREFILL_GRAPHS, **RELEASED))
 
 
 @two_devices
+@with_new_nccl
 def test_two_ranks_with_a_custom_all_reduce(start: Start) -> None:
     """SGLang's default. What it shares stays, and no checkpoint covers it."""
     server = start("--tp", "2", *NO_PREFILL_GRAPHS, TORCH_SYMM_MEM_DISABLE_MULTICAST="1", **RELEASED)

@@ -363,8 +363,9 @@ def test_what_was_offloaded_is_found_after_a_sleep(model: Path, tmp_path: Path) 
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[Any]:
-    # Other tests may have used CUDA in this process, which a fork could not use then.
-    environment = {**ENVIRONMENT, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    # Other tests may have used CUDA in this process, which a fork could not use then. A function crosses by pickle.
+    child = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    environment = {**ENVIRONMENT, **child}
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     from vllm import LLM
