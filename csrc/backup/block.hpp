@@ -10,7 +10,8 @@ namespace memsaver {
 // never spans two allocations, so freeing one leaves no partial backup.
 inline const std::size_t kBlockBytes = 32 * kSizeUnit;
 
-// Returns the memory for packed content: rounded, so that what packs to a little more or less after a change keeps it.
+// Returns how much memory to take for packed content: rounded up, so that content that packs to a little more or less
+// after a change keeps its memory.
 [[nodiscard]] inline std::size_t round_packed(std::size_t bytes) { return round_up(bytes, kBlockBytes / 128); }
 
 // A part of an allocation that holds content, or of the backup file.
@@ -33,7 +34,7 @@ template <typename Range>
   return sum;
 }
 
-// Fills with zeros what `ranges` hold beyond `bytes`, less than a page.
+// Fills what `ranges` have beyond `bytes`, less than a page, with zeros.
 inline void zero_rest(const std::vector<HostRange>& ranges, std::size_t bytes) {
   const std::size_t rest = sum_of(ranges) - bytes;
   if (rest > 0) std::memset(reinterpret_cast<char*>(ranges.back().address + ranges.back().bytes - rest), 0, rest);

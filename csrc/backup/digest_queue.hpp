@@ -17,8 +17,8 @@ struct DigestJob {
 // Owns the digests under way on a device: several batches, collected in the order they came. One thread at a time.
 class DigestQueue {
  public:
-  // Bytes per CUDA thread block: 256 KiB fill the device from a few dozen MiB on, and keep the table of items small
-  // (24 bytes each, which the device reads from host memory).
+  // Bytes for each CUDA thread block. With 256 KiB a few dozen MiB of content occupy the whole device, and the table of
+  // items stays small: 24 bytes each, which the device reads from host memory.
   inline static const std::size_t kItemBytes = std::max<std::size_t>(kSizeUnit / 4, 4096);
   static constexpr std::size_t kSlotItems = 8192;
   inline static const std::size_t kSlotBytes = kSlotItems * kItemBytes;  // 2 GiB

@@ -25,7 +25,8 @@ struct HostPoolStatus {
       .with_advice("raise MEMSAVER_HOST_BACKUP_LIMIT" + whose +
                    ", free host memory, or choose another restore policy for the tag");
 }
-// Throws short_of_memory() if less than `bytes` are available: pinned memory beyond that would invoke the OOM killer.
+// Throws short_of_memory() if less than `bytes` are available, because pinned memory beyond that would invoke the OOM
+// killer; backup if the available memory cannot be read.
 inline void check_available(std::size_t bytes, const std::string& whose = "") {
   const std::size_t available = available_memory_bytes(bytes);
   if (bytes <= available) return;
@@ -34,11 +35,11 @@ inline void check_available(std::size_t bytes, const std::string& whose = "") {
 
 // Owns pinned host memory that grows on request. Any thread may call any function.
 //
-// Several threads make slices in parallel: each is mapped, advised to use huge pages, placed on the NUMA node of the
-// device, and touched. Registering a slice holds a lock of the CUDA driver that copies and unmaps need too, so one
-// thread at a time does it: while an operation waits for memory its thread in take(), between copies; otherwise a
-// maker. When 6 to 16 makers registered slices instead, the first release of 16 GiB ran at 26 to 32 GB/s on an H200. No
-// copy or range spans two slices.
+// Several maker threads make slices in parallel: each slice is mapped, advised to use huge pages, placed on the NUMA
+// node of the device, and touched. Registering a slice holds a lock of the CUDA driver that copies and unmaps need too,
+// so one thread at a time does it. While an operation waits for memory, that is the operation's thread, in take() and
+// so between its copies; otherwise it is a maker thread. When 6 to 16 of these registered slices instead, the first
+// release of 16 GiB ran at 26 to 32 GB/s on an H200. No copy or range spans two slices.
 class HostPool {
  public:
   // `numa_node` of -1 leaves the placement to the kernel.
@@ -53,7 +54,8 @@ class HostPool {
     for (auto& thread : threads_) thread.join();
   }
 
-  // Throws out_of_host_memory if `bytes` more exceed the limit, or what they need pinned exceeds available memory.
+  // Throws out_of_host_memory if `bytes` more exceed the limit, or the memory to be pinned for them is not available;
+  // backup as check_available().
   void check(std::size_t bytes) {
     std::size_t fresh = 0;
     {
@@ -92,7 +94,7 @@ class HostPool {
 
   // Hands out ranges of `bytes` in all, rounded up to pages. Waits for a growth under way, and grows if there is none.
   // The content is undefined, but the last page is zero beyond `bytes`: after a write nothing is left of earlier
-  // content. Throws out_of_host_memory or driver errors: nothing is taken.
+  // content. Throws out_of_host_memory, backup (as check_available()) or driver errors: nothing is taken.
   [[nodiscard]] std::vector<HostRange> take(std::size_t bytes, Use use = Use::backup) {
     const std::size_t whole = to_pages(bytes);
     const Lock lock(mutex_);

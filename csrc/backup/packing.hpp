@@ -48,7 +48,8 @@ class Packing {
   }
 
   // Makes as many buffers as fit into `room` bytes; replaces existing ones only by all kBuffers. Returns whether there
-  // are any; once the driver refuses, there are none until close(). Only work under way may need their content.
+  // are any; once the driver refuses, there are none until close(). Waits for the work on the buffers that it replaces;
+  // their content is lost.
   [[nodiscard]] bool open(std::size_t room) {
     const std::size_t count = std::min(kBuffers, room / kBufferBytes);
     const bool more = buffers_.empty() ? count > 0 : count == kBuffers && buffers_.size() < kBuffers;

@@ -34,7 +34,7 @@ struct ContentBlock {
 
   [[nodiscard]] Address begin() const { return base + block->offset; }
   [[nodiscard]] Address end() const { return begin() + block->bytes; }
-  // Returns the first of `live`: all of it in a block that can be packed.
+  // Returns the first of `live`, which in a block that can be packed is the only one.
   [[nodiscard]] PackItem first_run() const { return {base + live.front().offset, live.front().bytes}; }
 };
 
@@ -94,6 +94,7 @@ struct PipelineParts {
 // throw driver errors, out_of_host_memory, backup and what their callbacks throw.
 class Pipeline : public PipelineParts {
  public:
+  // Throws driver errors.
   Pipeline(const PipelineParts& parts, bool pack) : PipelineParts(parts), packing(driver, device, pack) {}
   // Waits until nothing is under way.
   ~Pipeline() { quiesce(); }
@@ -114,7 +115,7 @@ class Pipeline : public PipelineParts {
   PipelineSeconds restore(std::vector<ContentBlock>& blocks, const std::vector<ChunkRange>& chunks,
                           const std::function<void(std::size_t)>& acquire, VerifyChoice verify);
 
-  // The rest is for the operations themselves.
+  // What follows is for save(), expect() and restore() alone.
 
   const OwnStream copies{driver, device};   // runs on the copy engine
   const OwnStream kernels{driver, device};  // digests, packing and zero fills

@@ -7,8 +7,9 @@ namespace memsaver {
 namespace {
 
 constexpr std::size_t kSampleEvery = 16;
-// Threads that read blocks, and the part of a block of the shared store that one copies at once. All copy the same
-// block, so that it is there soon: 11.5 GB took 0.27 to 0.30 s (H100, 16 cores), in parts of 4 or 8 MiB 0.32 to 0.41.
+// Threads that read blocks, and the part of a block of the shared store that one copies at once. All threads copy parts
+// of the same block, so that it is there soon: 11.5 GB took 0.27 to 0.30 s (H100, 16 cores), in parts of 4 or 8 MiB
+// 0.32 to 0.41.
 constexpr std::size_t kReaders = 16;
 const std::size_t kPartBytes = kBlockBytes / 16;
 

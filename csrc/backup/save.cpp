@@ -92,7 +92,8 @@ class FileWrites {
     }
   }
 
-  // Waits for the oldest transfers until `count` are left. Failed ones stay, uncounted: copies to them may still run.
+  // Waits for the oldest transfers until `count` are left. Failed ones stay, uncounted: copies to their memory may
+  // still run.
   void limit(std::size_t count) {
     auto oldest = transfers_.begin();
     for (std::size_t failed = 0; transfers_.size() > failed + count;) {
@@ -114,7 +115,7 @@ class FileWrites {
 
 // Owns what one save has claimed in the shared store and not published. If several processes save equal content at
 // once, each writes a part: it claims no more than it is copying, takes what others have written, and waits for what
-// they are writing. Functions throw out_of_host_memory or driver errors: claims stay until abandon().
+// they are writing. Functions throw out_of_host_memory, backup or driver errors: claims stay until abandon().
 class SharedSave {
  public:
   SharedSave(Pipeline& pipeline, SharedStore& store) : pipeline_(pipeline), store_(store) {}
@@ -200,8 +201,8 @@ class SharedSave {
 };
 
 // Decides which blocks of one save may be packed; called for each of them, in order. The first ones of each tag stay
-// raw: a release packs in the memory that they leave, and a resume unpacks through it. They are at most an eighth of
-// the tag, but never less than two buffers need.
+// raw, that is not packed: a release packs in the memory that they leave, and a resume unpacks through it. They are at
+// most an eighth of the tag, but never less than two buffers need.
 class RawFirst {
  public:
   explicit RawFirst(const std::vector<ContentBlock>& blocks) {

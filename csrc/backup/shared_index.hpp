@@ -330,6 +330,7 @@ class SharedIndex {
     wake();
     return true;
   }
+  // Returns the bytes that keepers were asked to drop since the last call.
   [[nodiscard]] std::size_t take_wanted() REQUIRES(mutex) { return layout_.wanted.exchange(0); }
 
   // Returns a new slab for this member to make: of `at_most` bytes, or what one slab or the limit allows; nothing if

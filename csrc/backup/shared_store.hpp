@@ -92,8 +92,8 @@ class SharedStore {
   // Returns the addresses of what was found kept. Throws out_of_host_memory.
   [[nodiscard]] std::vector<HostRange> memory_of(const Answer& kept) { return map(kept.pieces, to_pages(kept.bytes)); }
   // Takes pinned memory for what was claimed, rounded up to pages and zero beyond `bytes`; `expected` bytes will be
-  // needed in all. Returns nothing if the index is not free. Throws out_of_host_memory or driver errors: the caller
-  // owns no memory of the claim.
+  // needed in all. Returns nothing if the index is not free. Throws out_of_host_memory, backup (as check_available())
+  // or driver errors: the caller owns no memory of the claim.
   [[nodiscard]] std::vector<HostRange> take(std::uint32_t entry, std::size_t bytes, std::size_t expected,
                                             int numa_node) {
     const auto until = std::chrono::steady_clock::now() + kKeeperTimeout;
@@ -144,7 +144,7 @@ class SharedStore {
     if (block.host.empty()) give(*std::exchange(block.shared, std::nullopt));
     return !block.host.empty();
   }
-  // Lets other processes find what was claimed: its content is written.
+  // Lets other processes find a claim whose content is written.
   void publish(std::uint32_t entry, std::size_t packed_bytes = 0) {
     add_pending([=]() REQUIRES(index_->mutex) { index_->publish(entry, packed_bytes); });
     apply_pending();
@@ -246,7 +246,8 @@ class SharedStore {
   }
   [[nodiscard]] std::uint32_t changes() const { return index_->changes(); }
 
-  // Registers memory of entries with the driver, for fast copies. Throws as Driver::register_host(): some may not be.
+  // Registers memory of entries with the driver, for fast copies. Throws as Driver::register_host(): some may not be
+  // registered.
   void pin(const std::vector<HostRange>& ranges) EXCLUDES(mutex_, pin_mutex_) {
     pin_if([&](std::uint32_t, const HostMapping& slab) { return contains_any(slab, ranges); });
   }
@@ -448,6 +449,7 @@ class SharedStore {
     throw no_store(std::string("it cannot be offered to others: ") + std::strerror(code));
   }
   // Gets the file from a process of the store, or makes it. Others wait meanwhile: two files would double the limit.
+  // Throws as join().
   void open_file(std::size_t limit_bytes) {
     const std::optional<int> found = sockets_.request(kAnswerTimeout);
     if (!found) {
@@ -591,8 +593,8 @@ class SharedStore {
     }
   }
 
-  // Completes a slab that begin_slab() gave this process. Throws out_of_host_memory or driver errors: it is complete,
-  // or given up. No process uses one without pages, because a write to it may find no memory.
+  // Completes a slab that begin_slab() gave this process. Throws out_of_host_memory, backup or driver errors: it is
+  // complete, or given up. No process uses one without pages, because a write to it may find no memory.
   void make_slab(std::uint32_t slab, int numa_node) {
     const std::size_t bytes = index_->bytes_of(slab);
     bool touched = false;

@@ -111,7 +111,7 @@ class Driver {
   [[nodiscard]] virtual bool done(int device, Event event) = 0;
   virtual void wait(int device, Event event) = 0;
   virtual void recycle(int device, Event event) noexcept = 0;
-  // Lets later work of `stream` run after `event`.
+  // Lets later work of `stream` begin only after `event`.
   virtual void stream_wait(int device, Stream stream, Event event) = 0;
 
   // Pins host memory for copies and kernels of every device. Throws out_of_host_memory or driver errors.

@@ -8,7 +8,7 @@
 
 namespace memsaver {
 
-// As attempt(), but throws context_lost: for calls whose failure only makes later work slower.
+// As attempt(), but throws context_lost: for calls whose other failures only make later work slower.
 inline bool attempt_unless_lost(const char* what, const std::function<void()>& call) {
   try {
     call();
@@ -32,7 +32,7 @@ class RecordedEvent {
   // These throw driver errors.
   [[nodiscard]] bool done() const { return driver_.done(device_, event_); }
   void wait() const { driver_.wait(device_, event_); }
-  // Lets later work of `stream` run after the event.
+  // Lets later work of `stream` begin only after the event.
   void hold(Stream stream) const { driver_.stream_wait(device_, stream, event_); }
 
  private:
@@ -42,6 +42,7 @@ class RecordedEvent {
 };
 using Recorded = std::shared_ptr<const RecordedEvent>;
 
+// Owns a stream of a device.
 class OwnStream {
  public:
   // Throws driver errors.

@@ -36,7 +36,8 @@ class HostAccount {
   // Waits while the process is not running. Throws out_of_device_memory if `bytes` are not free, driver if the process
   // is ending: nothing is taken.
   void take(std::size_t bytes);
-  // Never waits: what is returned while checkpointed is not taken again by restore().
+  // Does not wait until the process is running: restore() does not take again what is returned while it is
+  // checkpointed.
   void give(std::size_t bytes);
   // Returns what no living process uses.
   [[nodiscard]] std::size_t free_bytes();

@@ -1,5 +1,6 @@
-// The program that keeps what a shared store has for processes that start later: arguments are the name of the store,
-// how many bytes to keep, and the limit of the store if this process creates it. SIGTERM and SIGINT end it with code 0.
+// The program that keeps the weights in a shared store for processes that start later. Its arguments are the name of
+// the store, how many bytes to keep, and the limit of the store if this process creates it. SIGTERM and SIGINT end it
+// with code 0.
 
 #include <csignal>
 

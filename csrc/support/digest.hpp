@@ -11,8 +11,8 @@ namespace memsaver {
 //
 //     fold((x ^ (key[2*lane] + i*weyl)) * (y ^ (key[2*lane+1] + i*weyl2)))        fold(p) = high64(p) ^ low64(p)
 //
-// modulo 2^64: the mixing step of wyhash and XXH3. The index enters both factors, so moving a word changes its term.
-// Keys come from the operating system once per process, so content cannot be crafted against them.
+// modulo 2^64: the mixing step of wyhash and XXH3. The index enters both factors, so moving a word changes its term. A
+// key comes from the operating system, once for each process or shared store, so content cannot be crafted against it.
 //
 // Two contents collide only if the differing terms cancel modulo 2^64. Over the random keys each term is close to
 // uniform, so one lane collides with probability about 2^-64, and both about 2^-128. For 10^6 blocks that are compared

@@ -7,7 +7,7 @@ namespace memsaver {
 [[nodiscard]] std::size_t page_bytes() noexcept;
 [[nodiscard]] inline std::size_t to_pages(std::size_t bytes) { return round_up(bytes, page_bytes()); }
 
-// Host memory that is left free for the rest of the process where host memory serves as device memory.
+// Host memory that is left free for the rest of the process if host memory serves as device memory.
 inline constexpr std::size_t kSpareMemory = std::size_t{16} << 20;
 
 // Asks the kernel to put the pages of new memory on a NUMA node (-1: any), or on another one if it is full.

@@ -71,9 +71,11 @@ struct PackEstimate {
   PackPlan plan;      // that makes it smallest; none if it would take more than packed_limit()
   std::size_t bytes;  // that it is expected to take, kept as the plan says
 };
+// Returns the plan by which `bytes` of content, of which this is a sample, take least; none if that is more than
+// packed_limit().
 [[nodiscard]] PackEstimate plan_packing(const ExponentSample& sample, std::size_t bytes);
 
-// What drivers do, on memory of this process; addresses need no alignment. Overwrites `sample`.
+// As the functions of a Driver, on memory of this process; addresses need no alignment. Overwrites `sample`.
 void sample_on_host(const void* content, std::size_t bytes, ExponentSample& sample);
 // Writes at most `capacity` bytes. Returns the packed bytes; 0 if they are more than `capacity`.
 [[nodiscard]] std::size_t pack_on_host(const PackPlan& plan, const void* content, std::size_t bytes, void* packed,

@@ -68,8 +68,8 @@ inline bool refused(const char* call, std::size_t bytes = 0) { return !allowed(c
   }
   return 0;
 }
-// open(2) of a file without a name and mkostemp(3), for the owner only. Return -1 with errno set on failure, as do all
-// that follow but open_text(), which returns null.
+// open(2) of a file without a name and mkostemp(3), for the owner only. Return -1 with errno set on failure, as do the
+// functions up to pread(); open_text() returns null.
 [[nodiscard]] inline int open_unnamed(const char* folder, int flags) {
   return refused("open") ? -1 : ::open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
 }
@@ -90,7 +90,7 @@ inline bool refused(const char* call, std::size_t bytes = 0) { return !allowed(c
   return allowed("pread", bytes) ? ::pread(file, data, bytes, offset) : -1;
 }
 
-// fallocate(2) that returns the pages of a part of a file to the system. What fails keeps its pages.
+// fallocate(2) that returns the pages of a part of a file to the system. If it fails, the part keeps its pages.
 inline void punch_hole(int file, std::size_t offset, std::size_t bytes) {
   if (refused("fallocate", bytes)) return;
   (void)!::fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),

@@ -157,8 +157,8 @@ class Arena {
   // Returns ranges, each for one chunk, that cover `range`, which has no memory: 64 MiB first, so that a release gives
   // its first memory back after about 1.2 ms of copying, then doubling to 1 GiB. The driver's cost grows with the
   // number of handles (H200: about 9 us create + 21 us access + 15 us unmap + 13 us release each): 64 GiB are mapped in
-  // 64 ms in handles of 32 MiB, in 4 ms in handles of 1 GiB. Beyond that the copies hide it. A chunk size in the key
-  // overrides this.
+  // 64 ms in handles of 32 MiB, in 4 ms in handles of 1 GiB. Larger ones bring nothing: the copies hide the cost. A
+  // chunk size in the key overrides this.
   [[nodiscard]] std::vector<RangeSet::Range> in_chunks(RangeSet::Range range) const {
     const std::size_t first = 64 * kSizeUnit;  // more than a block, or a chunk could be empty
     const std::size_t largest = 1024 * kSizeUnit;

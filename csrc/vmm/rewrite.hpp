@@ -11,16 +11,16 @@ using NewContent = std::pair<Address, std::uintptr_t>;
 // Until then nothing has changed, and the destructor gives them back. One thread at a time; the Saver must live longer.
 class Rewrite {
  public:
-  // Keeps `contents`, each of another allocation: packed if the present backup is, in the shared store if there is one,
-  // and not at all where they equal the present backup. Gives their pages to the system as it goes. Throws
-  // configuration unless all are live allocations that are released and kept in host memory, out_of_host_memory, or
-  // driver errors: nothing is kept.
+  // Keeps `contents`, each of a different allocation: packed if the present backup is, in the shared store if there is
+  // one, and not at all where they equal the present backup. Gives their pages to the system as it goes. Throws
+  // configuration unless all are live allocations that are released and kept in host memory, out_of_host_memory, backup
+  // or driver errors: nothing is kept.
   Rewrite(Saver& saver, const std::vector<NewContent>& contents);
   Rewrite(const Rewrite&) = delete;
   ~Rewrite() { give_back(); }
 
-  // Waits for an operation under way. Throws configuration if a backup is not the one that there was: it was resumed,
-  // freed or released anew. Nothing has changed then.
+  // Waits for an operation under way. Throws configuration if a backup is not the one that this object was made for,
+  // because its memory was resumed, freed or released anew: nothing has changed.
   void commit();
 
  private:

@@ -33,9 +33,10 @@ class Saver {
 
   // Gives the memory of `tags` back, content kept as their policies say (`overrides`: by tag, for this release only).
   // Synchronizes the devices; nothing may use the memory until it is resumed. `dead` ranges, in address order, hold no
-  // content worth keeping. Tags with kept content go first. Throws out_of_host_memory or disk_full if the backups would
-  // not fit: nothing is unmapped. Throws driver errors, out_of_host_memory, disk_full or backup later: the release is
-  // undone, unless content that is not kept is already gone or the undo fails; a repeat and a resume both work then.
+  // content worth keeping. Tags with kept content go first. Throws out_of_host_memory, disk_full, backup or
+  // configuration if the backups would not fit or cannot be made: nothing is unmapped. Throws driver errors,
+  // out_of_host_memory, disk_full or backup later: the release is undone, unless content that is not kept is already
+  // gone or the undo fails; a repeat and a resume both work then.
   OperationResult release(const Tags& tags, const std::vector<RangeSet::Range>& dead,
                           const std::map<std::string, Restore>& overrides);
   // Brings back everything released under `tags`, with the content that its policies promise; with `verify_all` all
@@ -43,16 +44,17 @@ class Saver {
   // with its backups.
   OperationResult resume(const Tags& tags, bool verify_all = false);
   // Gives back the chunks of `tag` whose live ranges are all unused, and brings back, with zeros, the other chunks that
-  // an earlier resize gave back. A range is unused if it is in `unused`, or beyond the first `kept` (0 to 1) of its
-  // allocation. Synchronizes the devices before anything is unmapped; nothing may use an unused range until a resize
-  // keeps it again. A release and its resume skip what a resize gave back. If all of the tag is released, no memory
-  // moves, and its resume brings back the used ranges only. Throws configuration if the tag is released in part, or
-  // has no memory in one of `unused`: nothing has changed. Throws driver errors: undone, with zeros in the unused
-  // ranges; if the undo fails, what was given back stays so.
+  // an earlier resize gave back. A range is unused if it is in `unused`, or beyond the first part `kept` (0 to 1) of
+  // its allocation. Synchronizes the devices before anything is unmapped; nothing may use an unused range until a
+  // resize keeps it again. A release and its resume skip what a resize gave back. If all of the tag is released, no
+  // memory moves, and its resume brings back the used ranges only. Throws configuration if the tag is released in part,
+  // or has no memory in one of `unused`: nothing has changed. Throws driver errors or out_of_host_memory: undone, with
+  // zeros in the unused ranges; if the undo fails, what was given back stays so.
   OperationResult resize(const std::string& tag, const std::vector<RangeSet::Range>& unused, double kept);
   // Makes the backups that a release of `tags` would make, and gives nothing back. Throws as release().
   OperationResult save(const Tags& tags, const std::vector<RangeSet::Range>& dead);
-  // Returns the allocations of `tag`, unless an operation works on them, whose whole backup is zeros or shared.
+  // Returns the allocations of `tag`, unless an operation works on them, whose whole backup is zeros or in the shared
+  // store.
   [[nodiscard]] std::vector<SavedAllocation> saved(const std::string& tag) const;
   // Returns a new allocation, released, whose backup is what the shared store has of `saved`; a resume copies it in.
   // Throws configuration without a shared store, backup if it lacks a block or the blocks do not form an allocation of
@@ -63,11 +65,12 @@ class Saver {
   void reserve(const Tags& tags);
   void give_back_reserved() noexcept;  // what the driver refuses is tried again by later operations
 
-  // Compiles kernels (0.25 s each, once), and starts to pin the host memory that a release of everything needs.
+  // Compiles kernels (0.25 s each, once), and starts to pin the host memory that a release of everything needs. May
+  // wait for an operation under way.
   void prepare_backup();
   // Only starts to pin that memory, as much as content that does not pack needs. Calls no device.
   void grow_backup_memory();
-  // Waits until that memory is pinned. Throws the out_of_host_memory or driver error that stopped the pinning.
+  // Waits until that memory is pinned. Throws what stopped the pinning: out_of_host_memory, backup or driver errors.
   void wait_until_prepared();
   // Waits for all work on every device. Throws driver errors.
   void synchronize();
@@ -82,12 +85,14 @@ class Saver {
   // meanwhile; backup if packed content is damaged.
   [[nodiscard]] BackupView backup_of(Address address, std::size_t bytes, void* to);
   // Drops the backups of resident memory under `tags`, and, unless `keep_memory` for the next release, unpins unused
-  // host memory in the background.
+  // host memory in the background. Waits for an operation under way.
   void drop_backups(const Tags& tags, bool keep_memory = false);
-  // Unpins unused host memory, in the background unless `at_once`.
+  // Unpins unused host memory, with `at_once` before it returns. Otherwise waits for an operation under way, and leaves
+  // the unpinning to the background.
   void trim_backup_memory(bool at_once = false);
-  // Moves backup files to `folder`; backups on disk of resident memory may be dropped for that. Throws configuration if
-  // backups of released memory are in the old folder: it stays.
+  // Uses `folder` for backup files from now on, after an operation under way. If there are backups in the old folder,
+  // drops those of all resident memory, wherever they are kept. Throws configuration if backups of released memory are
+  // in the old folder, which stays in use.
   void set_file_folder(const std::string& folder);
   // Lets an allocation fail as out of device memory if it would leave less than `bytes` free on its device.
   void set_memory_margin(std::size_t bytes) noexcept { memory_margin_ = bytes; }
