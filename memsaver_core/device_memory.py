@@ -15,7 +15,8 @@ _last: dict[int, DeviceMemory] = {}  # by device
 def read_devices() -> tuple[DeviceMemory, ...]:
     """Read every device on which this process has used memsaver (the first one if it has used none yet). On CUDA the
     figures are NVML's, or the driver's if NVML is unavailable. On the host driver, ``used_bytes`` counts all processes
-    that share the device, and ``process_bytes`` is the resident memory of this one."""
+    that share the device, and ``process_bytes`` is the resident memory of this one. Raises MemsaverError if
+    one cannot be read."""
     if not process.enabled():
         return ()
     saver, backend = process.saver(), process.backend()
@@ -49,13 +50,13 @@ def read_again(last: DeviceMemory, pids: Collection[int]) -> DeviceMemory:
 
 
 def read_communicators() -> tuple[CommunicatorStatus, ...]:
-    """Find the NCCL communicators and count what they hold; while hibernated, the last figures."""
+    """Find the NCCL communicators and count what they hold; while hibernated, return the last figures."""
     with hibernation.device_lock:
         return communicators.statuses() if hibernation.is_away() else communicators.found()
 
 
 def graph_memory_bytes(index: int) -> int:
-    """Return what captured graphs hold of a device beside the memory of their tensors: the sum of two figures.
+    """Return the bytes that captured graphs hold of a device beside their tensors: the sum of two figures.
 
     The first is the growth of this process's device memory during each capture by ``memsaver_core.graph``; it is 0 if
     NVML does not count by process. The second is what the driver holds for allocations inside of graphs; it is 0 while

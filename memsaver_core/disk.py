@@ -18,7 +18,8 @@ is_in_memory = _native.is_in_memory
 
 
 def free_bytes() -> int:
-    """Return what is free for backups in files, with what ``reserve`` took; 0 if their folder cannot be used."""
+    """Return the bytes that are free for backups in files, including what ``reserve`` took; 0 if their folder cannot be
+    used."""
     folder = process.core_settings().file_dir
     try:
         disk = os.statvfs(folder)
@@ -47,8 +48,9 @@ def full(needed: int, free: int) -> DiskFullError:
 
 
 def reserve(size: int) -> None:
-    """Take disk space, so that no other process does before ``drop``, which the next release calls as well; do nothing
-    where the file system cannot reserve space. Raises DiskFullError if there is not so much: nothing is taken."""
+    """Take ``size`` bytes of disk space, so that no other process takes them before ``drop``, which the next release
+    calls as well. Does nothing if the file system cannot reserve space. Raises DiskFullError if less is free: nothing
+    is taken."""
     global _reserved
     drop()
     if size == 0:

@@ -12,13 +12,14 @@ import torch
 from memsaver_core import process
 from memsaver_core.contract.policies import PolicyLike, policy_for
 
-#: Each graph made here that is alive, with its device and by how much its capture grew this process's memory there,
-#: beside tensors.
+#: Each graph made here that is alive, with its device and the bytes by which its capture grew this process's memory
+#: there, beside tensors.
 grown: WeakKeyDictionary[torch.cuda.CUDAGraph, tuple[int, int]] = WeakKeyDictionary()
 
 
 def grown_bytes(index: int) -> int:
-    """Return by how much captures by ``graph`` grew this process's memory of a device, beside tensors, by NVML."""
+    """Return the bytes, as NVML counts them, by which captures by ``graph`` grew this process's memory of a device,
+    beside tensors."""
     return sum(nbytes for device, nbytes in list(grown.values()) if device == index)
 
 
@@ -52,7 +53,7 @@ def graph(
 
     ``restore`` is its policy, by default that of the tag: ``host`` for ``cuda_graph``, as some content is written only
     at capture. ``pool`` is memory to share with other graphs; by default the graph has its own. The other arguments are
-    those of ``torch.cuda.graph``; with memsaver disabled this does nothing else.
+    those of ``torch.cuda.graph``; with memsaver disabled this does nothing else. Raises as ``region``.
     """
     own = pool if pool is not None else GraphPool(tag, restore=restore)
     cuda_graph._memsaver_pool = own  # type: ignore[attr-defined]  # the pool must live as long as the graph

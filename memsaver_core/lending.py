@@ -23,8 +23,8 @@ lent_tags: set[str] = set()
 
 @contextmanager
 def written_asleep(tag: str) -> Iterator[None]:
-    """Run the block, which writes tensors of ``tag`` while their memory is released: a resume brings back what it
-    wrote. After an error a resume brings back what it would have before. Raises as ``Lending``."""
+    """Run the block, which writes tensors of ``tag`` while their memory is released. A resume brings back what was
+    written; after an error, the content from before. Raises as ``Lending`` and its methods."""
     lending = Lending(tag)
     try:
         yield
@@ -104,6 +104,7 @@ class Lending:
             self._lent, self._memory, self._places = {}, {}, []
 
     def has_lent(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is on the host memory."""
         return tensor.untyped_storage()._cdata in self._lent
 
     def _find(self) -> tuple[list[Tensor], dict[int, int]]:

@@ -18,7 +18,7 @@ from memsaver_core import _native
 from memsaver_core._native import SharedStore as SharedStore
 
 _FORMAT = b"memsaver-weights-1"
-#: Suffixes of the files in a checkpoint's folder that decide what its weights are; tokenizers may come later.
+#: Suffixes of the files with weights in a checkpoint's folder; other files, as a tokenizer's, may come later.
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 
 
@@ -42,8 +42,8 @@ class WeightsKey:
 
 
 def revision_of(path: str | Path) -> str:
-    """Return a digest of the names, sizes and times of the configuration and the weights in a checkpoint's folder (or
-    of one file), which changes with any of them; raise OSError if there is none."""
+    """Return a digest of the names, sizes and times of the files with weights in a checkpoint's folder, or of one file;
+    it changes with any of them. Raise OSError if ``path`` does not exist or cannot be read."""
     root = Path(path)
     files = [each for each in sorted(root.iterdir()) if each.suffix in _WEIGHTS] if root.is_dir() else [root]
     facts = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]

@@ -57,7 +57,7 @@ def _with_masters(optimizers: Iterable[Any]) -> list[Any]:
 
 
 class Copies:
-    """Parameters that are made again instead of kept."""
+    """Parameters that are made again instead of kept. ``gone``: a release has discarded them."""
 
     def __init__(self, storages: list[torch.UntypedStorage], remake: Remake) -> None:
         """Raises UnsupportedError if ``storages`` is empty, or the parameters made again differ from what they were."""
@@ -78,6 +78,7 @@ class Copies:
             )
 
     def make_again(self) -> None:
+        """Make the parameters again if they are ``gone``. Raises BackupError if they differ from what they were."""
         if not self.gone:
             return
         self._remake()

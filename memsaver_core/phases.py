@@ -82,7 +82,7 @@ class PhaseLog:
         return self._latest
 
     def recent(self) -> tuple[DeviceMemory, ...] | None:
-        """As ``read``, or what it has returned in this moment, if nothing has run since."""
+        """As ``read``, or what that returned less than ``SAME_MOMENT_S`` ago, if nothing has run since."""
         return self._latest if time.monotonic() - self._read_at < SAME_MOMENT_S else self.read()
 
     @contextmanager

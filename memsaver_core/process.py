@@ -70,6 +70,7 @@ def torch_device(index: int = 0) -> torch.device:
 
 
 def existing_saver() -> _native.Saver | None:
+    """Return the saver; None if none was made yet."""
     return _saver
 
 

@@ -23,7 +23,8 @@ def region(
 
     On CUDA a region applies to the thread that enters it; on the host driver also to parameters and buffers of modules
     made inside, whichever thread loads them. Regions nest: the innermost tag applies. With memsaver disabled this does
-    nothing. Raises ConfigurationError if the tag or policy is invalid, or torch's settings keep regions from working.
+    nothing. Raises ConfigurationError if the tag or policy is invalid, or the driver that the settings name cannot be
+    used; ForkedProcessError in a process forked from one that uses memsaver.
 
     Args:
         tag: any name; ``weights``, ``kv_cache``, ``cuda_graph`` and ``workspace`` have default policies.
@@ -57,6 +58,10 @@ def adopt(obj: Adoptable, tag: str, *, restore: PolicyLike | None = None) -> Ado
     The tensor objects stay, each on its device. Their addresses change once, so adopt before a CUDA graph captures
     them. Tensors that share memory still share it afterwards, if all of them are given. A tensor that is under a tag
     already stays where it is. With memsaver disabled this does nothing.
+
+    Raises:
+        ConfigurationError: a tensor is of a kind that cannot move; otherwise as ``region``. Nothing has moved.
+        torch.OutOfMemoryError, OutOfDeviceMemoryError: there is no room for a copy of all. Nothing has moved.
     """
     if not process.enabled():
         return obj

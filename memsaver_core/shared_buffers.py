@@ -5,8 +5,8 @@ virtual memory: a process makes one and hands a file descriptor of it to the oth
 each maps it at its own address, which never changes. Before a hibernation every process drops what it imported, then
 each owner releases its buffers; afterwards each owner restores and exports anew, then the others map again.
 
-``PeerBuffers`` are one of each rank of a group, mapped by all of them: an engine's own all-reduce uses them in place of
-CUDA IPC.
+``PeerBuffers`` are one buffer of each rank of a group, each mapped by all ranks: an engine's own all-reduce uses them
+in place of CUDA IPC.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class ImportedBuffer(_native.ImportedBuffer):
     """
 
     def __init__(self, fd: int, nbytes: int, device_index: int) -> None:
-        """Map the ``SharedBuffer`` of ``nbytes`` that exported ``fd``, which stays the caller's, who may close it now,
-        for torch's device ``device_index``; the memory may lie on another one. Raises ConfigurationError if there is no
-        such device, or the descriptor is of another size."""
+        """Map the ``SharedBuffer`` of ``nbytes`` that exported ``fd``, for torch's device ``device_index``; the memory
+        may lie on another one. The caller closes ``fd``, at any time from now on. Raises ConfigurationError if there is
+        no such device, or the descriptor is of another size."""
         super().__init__(process.saver(), fd, nbytes, device_index)
         _imported.add(self)
 
@@ -148,14 +148,16 @@ class PeerBuffers:
         return [address for _, address in sorted({**others, self.sockets.rank: self._own.address}.items())]
 
     def suspend(self) -> None:
-        """Give the memory back; nothing on any rank may use it. Does nothing while suspended."""
+        """Give the memory back; nothing on any rank may use it. Does nothing while suspended. Raises MemsaverError as
+        ``SharedBuffer.release`` and ``ImportedBuffer.drop`` do; a repeat does the rest."""
         self.suspended = True
         for other in self._others.values():
             other.drop()
         self._own.release()
 
     def resume(self) -> None:
-        """Bring the memory and its content back; returns when every rank has called it."""
+        """Bring the memory and its content back; return when every rank has called this. Raises MemsaverError as
+        ``__init__`` does; ``suspended`` stays true."""
         self._own.restore()
         self._map_others()
         self.suspended = False

@@ -122,7 +122,7 @@ def release(
             from fp32 masters: a resume has them made again. For another optimizer give a function that makes them, in
             each release from the first on.
         restore: where content is kept, ``host`` or ``file``.
-        suspend_communicators: also suspend NCCL's communicators, where NCCL can.
+        suspend_communicators: also suspend NCCL's communicators, if NCCL can.
         name: its tags are ``name.model``, ``name.copies`` (what ``parameters`` is about), ``name.optimizer`` and
             ``name.gradients``. Each trainer of a process needs its own.
 

@@ -37,9 +37,9 @@ def load_weights(
     which the store gets them. Return an empty string if they came from the store, else why not, which is logged, too.
 
     The tensors are on one device, in a region of ``tag`` if the store is to get them. Tensors that the store fills stay
-    the same objects, on new memory, laid out as in the process that gave it: their addresses change, so do this before
-    a graph captures them. All content is compared with its digests. If another process is loading the same weights now,
-    this waits for it, and calls ``load`` if that process ends. Errors of the store are no errors of this function.
+    the same objects, on new memory, laid out as in the process that gave the weights. Their addresses change, so do
+    this before a graph captures them. All content is compared with its digests. If another process is loading the same
+    weights now, this waits for it, and calls ``load`` if that process ends. Errors of the store are not raised.
     """
     store = process.saver().shared_store if process.enabled() else None
     loading, reason = None, "this process has no shared store; set MEMSAVER_SHARED_BACKUPS"
