@@ -67,14 +67,15 @@ def api_reference() -> str:
         "Sizes are in bytes, times in seconds.",
         "Fields go in a JSON body or in the query string, and are optional unless stated otherwise.",
     ]
-    tag = None
-    bodies: dict[str, list[str]] = {}
+    sections: dict[str, list[tuple[str, dict[str, Any]]]] = {"memory occupation": []}  # the first section
     for path, methods in spec["paths"].items():
         for method, operation in methods.items():
-            if operation["tags"][0] != tag:
-                tag = operation["tags"][0]
-                lines += ["", f"## {tag[0].upper()}{tag[1:]}"]
-            lines += _operation(f"{method.upper()} {path}", operation, bodies)
+            sections.setdefault(operation["tags"][0], []).append((f"{method.upper()} {path}", operation))
+    bodies: dict[str, list[str]] = {}
+    for tag, operations in sections.items():
+        lines += ["", f"## {tag[0].upper()}{tag[1:]}"]
+        for name, operation in operations:
+            lines += _operation(name, operation, bodies)
     lines += [
         "",
         "## Errors",
@@ -96,8 +97,8 @@ def _operation(name: str, operation: dict[str, Any], bodies: dict[str, list[str]
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
     if body and body.get("properties"):
         lines += [*_body(name, _fields(body), bodies), ""]
-    elif operation.get("parameters"):
-        lines += ["Query parameters: " + ", ".join(f"`{one['name']}`" for one in operation["parameters"]) + ".", ""]
+    elif named := [f"`{one['name']}`" for one in operation.get("parameters", ()) if one["in"] == "query"]:
+        lines += [f"Query parameters: {', '.join(named)}.", ""]
     answers, errors = [], []
     for status, answer in sorted(operation["responses"].items()):
         types = _types(answer)
@@ -164,7 +165,7 @@ def _type(schema: dict[str, Any], definitions: dict[str, Any] | None = None) -> 
     if "anyOf" in schema:
         return " or ".join(_type(one, definitions) for one in schema["anyOf"])
     if "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema["enum"])
+        return ", ".join(f"`{value if isinstance(value, str) else json.dumps(value)}`" for value in schema["enum"])
     if "const" in schema:
         return f"`{json.dumps(schema['const'])}`"
     kind = str(schema.get("type", ""))
