@@ -83,6 +83,14 @@ def test_clients_read_what_was_ignored(http: httpx.Client) -> None:
     assert OperationAnswer.model_validate(answer, extra="forbid").ignored == ("colour",)
 
 
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_the_end_of_what_is_prepared_names_what_it_ignores(http: httpx.Client, end: str) -> None:
+    prepared = http.post("/release_memory_occupation", json={"prepare": True}, headers={"Idempotency-Key": "k"}).json()
+    path = f"/operations/{prepared['operation_id']}/{end}"
+    answer = http.post(path, json={"colour": "red"}, headers={"Idempotency-Key": "k"}).json()
+    assert answer["ignored"] == ["colour"]
+
+
 def test_unknown_fields_without_number_are_refused(http: httpx.Client) -> None:
     many = {f"{number}": number for number in range(5000)}
     refused = http.post("/release_memory_occupation", json=many)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any, TypeVar, cast, get_args, get_origin
 
 from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError, create_model
 from starlette.requests import ClientDisconnect
 
@@ -154,6 +156,7 @@ def fields_of(model: type[RequestT], limit: str | None = None) -> Callable[..., 
         except ValidationError as error:
             raise BadRequestError(f"cannot use the request: {wrong(error)}") from None
 
+    read.__dict__["model"] = model
     return read
 
 
@@ -199,17 +202,40 @@ async def guard_probes(request: Request) -> None:
         check_key(request, service_of(request).settings, reads=True)
 
 
-def takes(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the OpenAPI description of a body that ``fields_of(model)`` reads."""
+class CallRoute(APIRoute):
+    """A route whose fields are read by ``fields_of``: OpenAPI's description has them, and a JSON answer names those
+    that were ``ignored``, if there are any."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        for read in (each.call for each in self.dependant.dependencies):
+            if (model := getattr(read, "model", None)) is not None:
+                self.openapi_extra = _in_body(model) if "POST" in (self.methods or ()) else _in_query(model)
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def named(request: Request) -> Response:
+            response = await handle(request)
+            ignored = getattr(request.state, "memsaver_ignored", None)
+            if not ignored or not isinstance(response, JSONResponse):
+                return response
+            headers = {name: value for name, value in response.headers.items() if name != "content-length"}
+            return JSONResponse({**json.loads(bytes(response.body)), "ignored": ignored}, response.status_code, headers)
+
+        return named
+
+
+def _in_body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": False, "content": {"application/json": {"schema": _schema(model)}}}}
 
 
-def takes_in_query(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the OpenAPI description of ``model`` in the query, without its fields that are objects."""
-    properties = _schema(model)["properties"].items()
+def _in_query(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the description of ``model`` in the query, without its fields that are objects."""
+    properties = _schema(model).get("properties", {}).items()
     plain = [(name, schema) for name, schema in properties if schema.get("type") != "object"]
     of_each = {"in": "query", "required": False}
-    return {"parameters": [{"name": name, **of_each, "schema": schema} for name, schema in plain]}
+    return {"parameters": [{"name": name, **of_each, "schema": schema} for name, schema in plain]} if plain else {}
 
 
 def _schema(model: type[BaseModel]) -> dict[str, Any]:

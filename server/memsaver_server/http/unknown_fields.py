@@ -1,16 +1,10 @@
-"""Fields of a request that the service does not have: passed over, named in the answer, or refused as misspelt."""
+"""Fields of a request that the service does not have: passed over, or refused as misspelt."""
 
 from __future__ import annotations
 
 import difflib
-import json
 import re
-from collections.abc import Callable, Collection, Coroutine, Iterable
-from typing import Any
-
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
-from fastapi.routing import APIRoute
+from collections.abc import Collection, Iterable
 
 from memsaver_core.contract.errors import BadRequestError
 from memsaver_core.contract.requests import FleetRelease, FleetResume, Selector
@@ -67,20 +61,3 @@ def _plain(name: str) -> str:
 
 #: What callers may write, as ``_plain`` returns it, for the fields by which we select engines.
 _MEANT = {"modelname": "model", **{_plain(name): f"selector.{name}" for name in Selector.model_fields}}
-
-
-class NamesIgnored(APIRoute):
-    """A route whose JSON answer has the request's ``ignored`` fields, if there are any."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def named(request: Request) -> Response:
-            response = await handle(request)
-            ignored = getattr(request.state, "memsaver_ignored", None)
-            if not ignored or not isinstance(response, JSONResponse):
-                return response
-            headers = {name: value for name, value in response.headers.items() if name != "content-length"}
-            return JSONResponse({**json.loads(bytes(response.body)), "ignored": ignored}, response.status_code, headers)
-
-        return named

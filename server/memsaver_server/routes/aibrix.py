@@ -13,9 +13,8 @@ from memsaver_core.contract.model import Model
 from memsaver_core.contract.requests import AskedOfFleet, Bytes, Fields, FleetRelease, FleetResize, FleetResume
 from memsaver_server.controller import Models
 from memsaver_server.fleet.results import EngineResult
-from memsaver_server.http.requests import failures, fields_of, guard, takes
+from memsaver_server.http.requests import CallRoute, failures, fields_of, guard
 from memsaver_server.http.service import ServiceOf, response_of
-from memsaver_server.http.unknown_fields import NamesIgnored
 
 
 class RuntimeWake(Fields):
@@ -51,22 +50,22 @@ class RuntimeAnswer(Model):
 def router(models: Models) -> APIRouter:
     responses = {200: {"model": RuntimeAnswer}, **failures(models.failures)}
     routes = APIRouter(
-        route_class=NamesIgnored, tags=["runtime models"], dependencies=[Depends(guard)], responses=responses
+        route_class=CallRoute, tags=["runtime models"], dependencies=[Depends(guard)], responses=responses
     )
     by_sleep, by_wake, by_limit = (Depends(fields_of(model)) for model in (RuntimeSleep, RuntimeWake, RuntimeLimit))
 
-    @routes.post("/v1/runtime/models/sleep", openapi_extra=takes(RuntimeSleep))
+    @routes.post("/v1/runtime/models/sleep")
     async def sleep(request: Request, service: ServiceOf, fields: Any = by_sleep) -> JSONResponse:
         """Release the memory of a model's engines until the next request for it, or a wake."""
         restore: dict[str, Any] = {"restore": {"weights": "discard"}} if fields.level == 2 else {}
         return await operate(request, service, fields, FleetRelease(**_named(fields), **restore, wake_on_request=True))
 
-    @routes.post("/v1/runtime/models/wake", openapi_extra=takes(RuntimeWake))
+    @routes.post("/v1/runtime/models/wake")
     async def wake(request: Request, service: ServiceOf, fields: Any = by_wake) -> JSONResponse:
         """Resume the memory of a model's engines."""
         return await operate(request, service, fields, FleetResume(**_named(fields)))
 
-    @routes.post("/v1/runtime/models/kv-limit", openapi_extra=takes(RuntimeLimit))
+    @routes.post("/v1/runtime/models/kv-limit")
     async def kv_limit(request: Request, service: ServiceOf, fields: Any = by_limit) -> JSONResponse:
         """Make the KV cache of a model's engines smaller or larger while they serve, of each by itself."""
         return await operate(request, service, fields, FleetResize(**_named(fields), bytes=fields.limit_bytes))

@@ -10,9 +10,9 @@ from starlette.requests import Request
 
 from memsaver_core.contract.errors import BadRequestError
 from memsaver_server.controller import Models
-from memsaver_server.http.requests import failures, guard, json_of
+from memsaver_server.http.requests import CallRoute, failures, guard, json_of
 from memsaver_server.http.service import ServiceOf
-from memsaver_server.http.unknown_fields import NamesIgnored, check_names
+from memsaver_server.http.unknown_fields import check_names
 from memsaver_server.operation.departure import while_connected
 
 _SAMPLING = {"max_new_tokens": {"type": "integer", "minimum": 0}, "temperature": {"type": "number", "minimum": 0}}
@@ -27,7 +27,7 @@ _CONTENT = {"application/json": {"schema": {"type": "object", "properties": _FIE
 
 
 def router(_models: Models) -> APIRouter:
-    routes = APIRouter(route_class=NamesIgnored, tags=["generation"], dependencies=[Depends(guard)])
+    routes = APIRouter(route_class=CallRoute, tags=["generation"], dependencies=[Depends(guard)])
 
     @routes.post("/generate", responses=failures(), openapi_extra={"requestBody": {"content": _CONTENT}})
     async def generate(request: Request, service: ServiceOf) -> JSONResponse:

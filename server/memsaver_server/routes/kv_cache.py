@@ -13,13 +13,12 @@ from memsaver_core.contract.requests import ResizeKvCache, acts_of
 from memsaver_core.contract.status import KvCacheAnswer
 from memsaver_server.controller import Models
 from memsaver_server.http.auth import reads_only
-from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, operated, takes
+from memsaver_server.http.requests import REFUSED, CallRoute, failures, fields_of, guard, operated
 from memsaver_server.http.service import ControllerOf, ServiceOf, response_of
-from memsaver_server.http.unknown_fields import NamesIgnored
 
 
 def router(models: Models) -> APIRouter:
-    routes = APIRouter(route_class=NamesIgnored, tags=["KV cache"], dependencies=[Depends(guard)])
+    routes = APIRouter(route_class=CallRoute, tags=["KV cache"], dependencies=[Depends(guard)])
     by_size = Depends(fields_of(ResizeKvCache))
     refused = failures(only=(*REFUSED, 400 if models.several else 409))
 
@@ -29,11 +28,7 @@ def router(models: Models) -> APIRouter:
         """The size of the KV cache, what requests use of it, and the sizes that it can have now."""
         return response_of(await controller.kv_cache())
 
-    @routes.post(
-        "/kv_cache",
-        responses=operated(ResizedAnswer | PlanAnswer, models.failures),
-        openapi_extra=takes(ResizeKvCache),
-    )
+    @routes.post("/kv_cache", responses=operated(ResizedAnswer | PlanAnswer, models.failures))
     async def resize_kv_cache(request: Request, service: ServiceOf, fields: Any = by_size) -> JSONResponse:
         """Make the KV cache smaller or larger while the engine serves. Its memory goes to the driver and comes from
         there; cached prefixes on it are forgotten. A release or a resume ends a resize that still waits for requests.

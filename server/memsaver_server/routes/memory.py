@@ -11,15 +11,13 @@ from memsaver_core.contract.requests import Tagged
 from memsaver_core.contract.status import COORDINATOR_HEADER
 from memsaver_server.controller import Models
 from memsaver_server.http.auth import has_valid_key, reads_only
-from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, joined, takes
+from memsaver_server.http.requests import REFUSED, CallRoute, failures, fields_of, guard, joined
 from memsaver_server.http.service import ControllerOf, response_of, service_of
-from memsaver_server.http.unknown_fields import NamesIgnored
 
 
 def router(models: Models) -> APIRouter:
-    routes = APIRouter(route_class=NamesIgnored, tags=["memory occupation"], dependencies=[Depends(guard)])
-    tagged = joined(Tagged, models.selected)
-    by_tagged = Depends(fields_of(tagged))
+    routes = APIRouter(route_class=CallRoute, tags=["memory occupation"], dependencies=[Depends(guard)])
+    by_tagged = Depends(fields_of(joined(Tagged, models.selected)))
 
     @routes.get("/memory_occupation", response_model=models.occupation, responses=failures(only=REFUSED))
     @reads_only
@@ -30,12 +28,7 @@ def router(models: Models) -> APIRouter:
         name = "" if only_reads else request.headers.get(COORDINATOR_HEADER, "")[:120]
         return JSONResponse(await controller.occupation(name))
 
-    @routes.post(
-        "/content_written",
-        response_model=models.message,
-        responses=failures(models.failures),
-        openapi_extra=takes(tagged),
-    )
+    @routes.post("/content_written", response_model=models.message, responses=failures(models.failures))
     async def content_written(controller: ControllerOf, fields: Any = by_tagged) -> JSONResponse:
         """Say that content which a release had discarded was written, in a way that the service cannot see. Without
         tags: all whose content is lost."""

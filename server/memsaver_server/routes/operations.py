@@ -11,7 +11,7 @@ from pydantic import Field
 from memsaver_core.contract.requests import Fields
 from memsaver_server.controller import Controller, Models
 from memsaver_server.http.auth import caller, reads_only
-from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, takes
+from memsaver_server.http.requests import REFUSED, CallRoute, failures, fields_of, guard
 from memsaver_server.http.service import ControllerOf, ServiceOf, event_stream, key_of
 
 _MISSING = failures({404: "No such operation is remembered."}, only=REFUSED)
@@ -38,7 +38,7 @@ _Abort = Annotated[Abort, Depends(fields_of(Abort))]
 
 
 def router(models: Models) -> APIRouter:
-    routes = APIRouter(tags=["operations"], dependencies=[Depends(guard)])
+    routes = APIRouter(route_class=CallRoute, tags=["operations"], dependencies=[Depends(guard)])
 
     @routes.get("/operations", response_model=models.operations, responses=failures(only=REFUSED))
     @reads_only
@@ -69,17 +69,13 @@ def router(models: Models) -> APIRouter:
         "/operations/{operation_id}/commit",
         response_model=models.done,
         responses=failures({404: "No such operation is remembered.", 409: "The operation is not prepared."}),
-        openapi_extra=takes(Fields),
     )
     async def commit(request: Request, service: ServiceOf, operation_id: str, _fields: _NoFields) -> JSONResponse:
         """Do what was prepared, and answer as the release or the resume. Idempotent."""
         return await service.commit(request, service.controller.operations.find(operation_id))
 
     @routes.post(
-        "/operations/{operation_id}/abort",
-        response_model=models.operation,
-        responses={**failures(), **_TOO_LATE},
-        openapi_extra=takes(Abort),
+        "/operations/{operation_id}/abort", response_model=models.operation, responses={**failures(), **_TOO_LATE}
     )
     async def abort(request: Request, controller: ControllerOf, operation_id: str, fields: _Abort) -> JSONResponse:
         """As ``DELETE /operations/{operation_id}``: undo the preparation of an operation that is not committed."""

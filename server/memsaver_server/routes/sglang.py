@@ -13,9 +13,8 @@ from typing_extensions import Self
 from memsaver_core.contract.errors import BadRequestError
 from memsaver_core.contract.requests import DrainMode, Fields, Seconds, Verb
 from memsaver_server.controller import Models
-from memsaver_server.http.requests import failures, fields_of, guard, joined, operated, plain, takes, takes_in_query
+from memsaver_server.http.requests import CallRoute, failures, fields_of, guard, joined, operated, plain
 from memsaver_server.http.service import ControllerOf, ServiceOf, response_of
-from memsaver_server.http.unknown_fields import NamesIgnored
 
 
 class Commit(Fields):
@@ -40,15 +39,12 @@ class Pause(Fields):
 
 
 def router(models: Models) -> APIRouter:
-    routes = APIRouter(route_class=NamesIgnored, tags=["memory occupation"], dependencies=[Depends(guard)])
+    routes = APIRouter(route_class=CallRoute, tags=["memory occupation"], dependencies=[Depends(guard)])
     answered = operated(models.done, {404: "The operation to commit is not known.", **models.failures})
     called: dict[str, Any] = {"response_model": models.message, "responses": failures(models.failures)}
     contract: tuple[type[Fields], ...] = (models.release, models.resume)
-    release, resume = contract if models.several else (joined(Commit, each) for each in contract)
-    pause, selected = joined(Pause, models.selected), models.selected
-    by_release, by_resume, by_pause, by_selected = (
-        Depends(fields_of(each)) for each in (release, resume, pause, selected)
-    )
+    by_release, by_resume = (Depends(fields_of(each if models.several else joined(Commit, each))) for each in contract)
+    by_pause, by_selected = Depends(fields_of(joined(Pause, models.selected))), Depends(fields_of(models.selected))
 
     async def operate(request: Request, service: ServiceOf, fields: Any, verb: Verb) -> JSONResponse:
         commit = getattr(fields, "commit", None)
@@ -60,8 +56,8 @@ def router(models: Models) -> APIRouter:
             raise BadRequestError(f"operation {commit} is a {found}; commit it by POST /{found}_memory_occupation")
         return await service.commit(request, operation)
 
-    @routes.get("/release_memory_occupation", responses=answered, openapi_extra=takes_in_query(release))
-    @routes.post("/release_memory_occupation", responses=answered, openapi_extra=takes(release))
+    @routes.get("/release_memory_occupation", responses=answered)
+    @routes.post("/release_memory_occupation", responses=answered)
     async def release_memory_occupation(request: Request, service: ServiceOf, fields: Any = by_release) -> JSONResponse:
         """Release the device memory of some or all tags to the driver. Answers when the device's own count shows it.
 
@@ -70,8 +66,8 @@ def router(models: Models) -> APIRouter:
         """
         return await operate(request, service, fields, "release")
 
-    @routes.get("/resume_memory_occupation", responses=answered, openapi_extra=takes_in_query(resume))
-    @routes.post("/resume_memory_occupation", responses=answered, openapi_extra=takes(resume))
+    @routes.get("/resume_memory_occupation", responses=answered)
+    @routes.post("/resume_memory_occupation", responses=answered)
     async def resume_memory_occupation(request: Request, service: ServiceOf, fields: Any = by_resume) -> JSONResponse:
         """Bring back the memory of some or all released tags, at the same addresses.
 
@@ -80,18 +76,18 @@ def router(models: Models) -> APIRouter:
         return await operate(request, service, fields, "resume")
 
     @routes.get("/flush_cache", **called)
-    @routes.post("/flush_cache", openapi_extra=takes(selected), **called)
+    @routes.post("/flush_cache", **called)
     async def flush_cache(controller: ControllerOf, fields: Any = by_selected) -> JSONResponse:
         """Forget cached prefixes, in any state of the memory."""
         return response_of(await controller.flush(fields))
 
-    @routes.post("/pause_generation", openapi_extra=takes(pause), **called)
+    @routes.post("/pause_generation", **called)
     async def pause_generation(controller: ControllerOf, fields: Any = by_pause) -> JSONResponse:
         """Stop generating until ``/continue_generation``; requests that arrive meanwhile are held."""
         mode: DrainMode = fields.mode if fields.mode in ("abort", "wait") else "keep"
         return response_of(await controller.pause(fields, mode, fields.timeout_s))
 
-    @routes.post("/continue_generation", openapi_extra=takes(selected), **called)
+    @routes.post("/continue_generation", **called)
     async def continue_generation(controller: ControllerOf, fields: Any = by_selected) -> JSONResponse:
         """Generate again, at once or when all memory is resident."""
         return response_of(await controller.continue_(fields))

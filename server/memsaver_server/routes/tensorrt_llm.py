@@ -15,9 +15,8 @@ from memsaver_core.contract.requests import Verb
 from memsaver_server.controller import Models
 from memsaver_server.http.auth import check_browser, check_key, has_valid_key, reads_only
 from memsaver_server.http.request_signing import has_valid_signature, is_signed
-from memsaver_server.http.requests import REFUSED, body_of, failures, fields_of, operated, plain, takes
+from memsaver_server.http.requests import REFUSED, CallRoute, body_of, failures, fields_of, operated, plain
 from memsaver_server.http.service import ControllerOf, ServiceOf, service_of
-from memsaver_server.http.unknown_fields import NamesIgnored
 from memsaver_server.operation.departure import CLIENT
 
 #: TensorRT-LLM's names of the tag ``weights``.
@@ -68,7 +67,7 @@ async def guard_signed(request: Request) -> None:
 
 
 def router(models: Models) -> APIRouter:
-    routes = APIRouter(route_class=NamesIgnored, tags=["runtime memory"], dependencies=[Depends(guard_signed)])
+    routes = APIRouter(route_class=CallRoute, tags=["runtime memory"], dependencies=[Depends(guard_signed)])
     responses = operated(models.done, models.failures)
     by_release, by_resume = Depends(fields_of(models.release)), Depends(fields_of(models.resume))
 
@@ -82,12 +81,12 @@ def router(models: Models) -> APIRouter:
             return answer
         return JSONResponse({"status": "success", **body})
 
-    @routes.post("/release_memory", responses=responses, openapi_extra=takes(models.release))
+    @routes.post("/release_memory", responses=responses)
     async def release_memory(request: Request, service: ServiceOf, fields: Any = by_release) -> JSONResponse:
         """Release memory, as ``/release_memory_occupation`` does."""
         return await operate(request, service, fields, "release")
 
-    @routes.post("/resume_memory", responses=responses, openapi_extra=takes(models.resume))
+    @routes.post("/resume_memory", responses=responses)
     async def resume_memory(request: Request, service: ServiceOf, fields: Any = by_resume) -> JSONResponse:
         """Resume memory, as ``/resume_memory_occupation`` does."""
         return await operate(request, service, fields, "resume")

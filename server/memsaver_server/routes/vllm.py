@@ -17,10 +17,11 @@ from memsaver_core.contract.model import Model
 from memsaver_core.contract.requests import OF_EVERY_OPERATION, SCHEDULING, Acts, DrainMode, Fields
 from memsaver_server.controller import Controller, EngineState, Models
 from memsaver_server.http.auth import reads_only
-from memsaver_server.http.requests import REFUSED, failures, fields_of, guard, joined, operated, plain, takes, wrong
+from memsaver_server.http.requests import REFUSED, CallRoute, failures, fields_of, guard, joined, operated, plain, wrong
 from memsaver_server.http.service import ControllerOf, ServiceOf, response_of
-from memsaver_server.http.unknown_fields import NamesIgnored
 
+#: The error responses of a POST that only reads.
+_ASKED = (400, 401, 403, 408, 413, 503)
 #: The fields that a sleep of level 0 takes, which moves no memory.
 _OF_A_PAUSE = {"level", "mode", "tags", "timeout_s", "selector", "model", "options"} | OF_EVERY_OPERATION - {
     "run_async"
@@ -98,16 +99,16 @@ def with_options(fields: Any) -> Any:
 
 def router(models: Models) -> APIRouter:
     """Return the routes of vLLM's dialect; of a fleet with those of Ray Serve LLM."""
-    routes = APIRouter(route_class=NamesIgnored, tags=["sleep mode"], dependencies=[Depends(guard)])
+    routes = APIRouter(route_class=CallRoute, tags=["sleep mode"], dependencies=[Depends(guard)])
     responses = operated(models.done | models.message, models.failures)
-    release = models.release
-    wakes = joined(Options, models.resume) if models.several else models.resume
-    sleeps = joined(Sleep, joined(Options, release) if models.several else release)
-    by_sleeps, by_release, by_wakes, by_selected = (
-        Depends(fields_of(each)) for each in (sleeps, release, wakes, models.selected)
+    sleeps, wakes, selects = (
+        joined(Options, each) if models.several else each for each in (models.release, models.resume, models.selected)
+    )
+    by_sleeps, by_release, by_wakes, by_selects = (
+        Depends(fields_of(each)) for each in (joined(Sleep, sleeps), models.release, wakes, selects)
     )
 
-    @routes.post("/sleep", responses=responses, openapi_extra=takes(sleeps))
+    @routes.post("/sleep", responses=responses)
     async def sleep(request: Request, service: ServiceOf, fields: Any = by_sleeps) -> JSONResponse:
         """Level 0 pauses scheduling; 1 releases memory and keeps the weights on the host; 2 discards them; 3
         hibernates."""
@@ -120,7 +121,7 @@ def router(models: Models) -> APIRouter:
             return planned
         return response_of(await service.controller.pause(fields, fields.mode, fields.timeout_s, asleep=True))
 
-    @routes.post("/wake_up", responses=responses, openapi_extra=takes(wakes))
+    @routes.post("/wake_up", responses=responses)
     async def wake_up(request: Request, service: ServiceOf, fields: Any = by_wakes) -> JSONResponse:
         """Resume memory, and scheduling when all of it is resident."""
         controller, fields = service.controller, with_options(fields)
@@ -137,52 +138,49 @@ def router(models: Models) -> APIRouter:
             return response_of(continued)
         return response_of(controller.answer(operation))
 
-    @routes.post("/release_kv_cache_memory", responses=responses, openapi_extra=takes(release))
+    @routes.post("/release_kv_cache_memory", responses=responses)
     async def release_kv_cache_memory(request: Request, service: ServiceOf, fields: Any = by_release) -> JSONResponse:
         """Release only the KV cache; ``/wake_up?tags=kv_cache`` brings it back."""
         if fields.tags not in ((), ("kv_cache",)):
             raise BadRequestError("tags: this call releases kv_cache alone; use /release_memory_occupation for others")
-        return await service.answer(request, plain(fields, release, tags=("kv_cache",)))
+        return await service.answer(request, plain(fields, models.release, tags=("kv_cache",)))
 
-    async def is_sleeping(controller: ControllerOf, fields: Any = by_selected) -> dict[str, Any]:
+    asked = failures(models.failures, only=REFUSED)
+    model = FleetSleepingAnswer if models.several else SleepingAnswer
+
+    @routes.get("/is_sleeping", response_model=model, responses=asked)
+    @reads_only
+    async def is_sleeping(controller: ControllerOf, fields: Any = by_selects) -> dict[str, Any]:
         """Whether any memory is released or scheduling is paused. Clients of SGLang and tokenspeed call it too."""
         found = await _flags(controller, fields, "is_sleeping", lambda row: row.asleep)
         return found if models.several else {"is_sleeping": found["is_sleeping"]}
 
-    asked = failures(models.failures, only=REFUSED)
-    model = FleetSleepingAnswer if models.several else SleepingAnswer
-    routes.get("/is_sleeping", response_model=model, responses=asked)(reads_only(is_sleeping))
     if models.several:
-        routes.post("/wakeup", responses=responses, openapi_extra=takes(wakes))(wake_up)
+        routes.post("/wakeup", responses=responses)(wake_up)
+        routes.post("/is_sleeping", response_model=model, responses=failures(models.failures, only=_ASKED))(is_sleeping)
         _add_calls_of_ray_serve(routes, models)
     return routes
 
 
 def _add_calls_of_ray_serve(routes: APIRouter, models: Models) -> None:
-    pauses, selects = joined(Pause, models.selected), joined(Options, models.selected)
-    by_pauses, by_selects = Depends(fields_of(pauses)), Depends(fields_of(selects))
+    by_pauses = Depends(fields_of(joined(Pause, models.selected)))
+    by_selects = Depends(fields_of(joined(Options, models.selected)))
     called: dict[str, Any] = {"response_model": models.message, "responses": failures(models.failures)}
-    asked = failures(models.failures, only=(400, 401, 403, 408, 413, 503))
-
-    @routes.post("/is_sleeping", response_model=FleetSleepingAnswer, responses=asked, openapi_extra=takes(selects))
-    @reads_only
-    async def is_sleeping(controller: ControllerOf, fields: Any = by_selects) -> dict[str, Any]:
-        """Whether any selected engine has memory released or scheduling paused."""
-        return await _flags(controller, fields, "is_sleeping", lambda row: row.asleep)
+    asked = failures(models.failures, only=_ASKED)
 
     @routes.get("/is_paused", response_model=FleetPausedAnswer, responses=asked)
-    @routes.post("/is_paused", response_model=FleetPausedAnswer, responses=asked, openapi_extra=takes(selects))
+    @routes.post("/is_paused", response_model=FleetPausedAnswer, responses=asked)
     @reads_only
     async def is_paused(controller: ControllerOf, fields: Any = by_selects) -> dict[str, Any]:
         """Whether any selected engine accepts no requests although all its memory is resident."""
         return await _flags(controller, fields, "is_paused", lambda row: row.asleep and row.state == "resident")
 
-    @routes.post("/reset_prefix_cache", openapi_extra=takes(selects), **called)
+    @routes.post("/reset_prefix_cache", **called)
     async def reset_prefix_cache(controller: ControllerOf, fields: Any = by_selects) -> JSONResponse:
         """Forget cached prefixes."""
         return response_of(await controller.flush(fields))
 
-    @routes.post("/pause", openapi_extra=takes(pauses), **called)
+    @routes.post("/pause", **called)
     async def pause(controller: ControllerOf, fields: Any = by_pauses) -> JSONResponse:
         """Stop generating, and forget cached prefixes unless ``clear_cache`` is false."""
         given = with_options(fields)
@@ -194,7 +192,7 @@ def _add_calls_of_ray_serve(routes: APIRouter, models: Models) -> None:
             flushed.body["message"] = flushed.body["message"].replace("Cache", "Generation paused, cache", 1)
         return response_of(flushed)
 
-    @routes.post("/resume", openapi_extra=takes(selects), **called)
+    @routes.post("/resume", **called)
     async def resume(controller: ControllerOf, fields: Any = by_selects) -> JSONResponse:
         """Generate again."""
         return response_of(await controller.continue_(fields))

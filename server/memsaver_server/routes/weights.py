@@ -10,9 +10,8 @@ from pydantic import Field
 
 from memsaver_core.contract.requests import Fields, WeightsVersion
 from memsaver_server.controller import Models
-from memsaver_server.http.requests import failures, fields_of, guard, joined, plain, takes
+from memsaver_server.http.requests import CallRoute, failures, fields_of, guard, joined, plain
 from memsaver_server.http.service import ControllerOf, response_of
-from memsaver_server.http.unknown_fields import NamesIgnored
 
 
 class Update(Fields):
@@ -42,16 +41,16 @@ def router(models: Models) -> APIRouter:
         507: "Host memory is short for an update of released weights; nothing was written.",
     }
     responses = failures({**own, **models.failures})
-    routes = APIRouter(route_class=NamesIgnored, tags=["weights"], dependencies=[Depends(guard)], responses=responses)
-    disk, tensors = joined(UpdateFromDisk, models.selected), joined(UpdateFromTensor, models.selected)
-    by_disk, by_tensors = Depends(fields_of(disk)), Depends(fields_of(tensors, "max_update_bytes"))
+    routes = APIRouter(route_class=CallRoute, tags=["weights"], dependencies=[Depends(guard)], responses=responses)
+    by_disk = Depends(fields_of(joined(UpdateFromDisk, models.selected)))
+    by_tensors = Depends(fields_of(joined(UpdateFromTensor, models.selected), "max_update_bytes"))
 
-    @routes.post("/update_weights_from_disk", response_model=models.message, openapi_extra=takes(disk))
+    @routes.post("/update_weights_from_disk", response_model=models.message)
     async def update_weights_from_disk(controller: ControllerOf, fields: Any = by_disk) -> JSONResponse:
         """Overwrite the weights with those of a checkpoint folder that the engine can read."""
         return response_of(await controller.update(fields, plain(fields, UpdateFromDisk), "disk"))
 
-    @routes.post("/update_weights_from_tensor", response_model=models.message, openapi_extra=takes(tensors))
+    @routes.post("/update_weights_from_tensor", response_model=models.message)
     async def update_weights_from_tensor(controller: ControllerOf, fields: Any = by_tensors) -> JSONResponse:
         """Overwrite some weights with those in the body."""
         return response_of(await controller.update(fields, plain(fields, UpdateFromTensor), "tensor"))
