@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -169,7 +169,11 @@ class PlanAnswer(Model):
 
 
 class FleetPlanAnswer(Model):
-    """What every engine of a fleet says to a dry run: with ``blockers`` it would fail, for these reasons."""
+    """What every engine of a fleet says to a dry run: with ``blockers`` it would fail, for these reasons. Tags, and
+    what is short, are in the engines' own answers."""
+
+    tags: ClassVar[tuple[PlannedTag, ...]] = ()
+    is_short: ClassVar[bool] = False
 
     message: str
     dry_run: Literal[True] = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal, Protocol
@@ -18,6 +18,7 @@ from typing_extensions import Self
 
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.phases import OperationName as OperationName
+from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.phases import Verb as Verb
 from memsaver_core.contract.policies import COMMUNICATORS, RestorePolicy
 
@@ -67,6 +68,7 @@ class Acts:
     by: Literal["core", "service", "caller"]
     fleet: str = "each"  # each: sent to every engine; own: the coordinator acts on it; else why a fleet refuses it
     lasting: bool = False  # a fleet uses it also for engines that join later, so its record keeps it
+    waits_in: Phase | None = None  # it is how long this phase may wait, seconds
 
 
 _PREPARED_BY_FLEET = "a fleet prepares and commits by itself; send the operation without prepare, lease_s and commit"
@@ -151,8 +153,8 @@ class _Operation(Fields):
 
     def patience_s(self, phase: str) -> float:
         """Return how long ``phase`` may wait beyond the phase timeout because the caller asked for it, seconds."""
-        field = {"drain": "timeout_s", "wait_for_memory": "wait_for_memory_s"}.get(phase, "")
-        return getattr(self, field, None) or 0.0
+        fields = (name for name, acts in acts_of(type(self)).items() if acts.waits_in == phase)
+        return sum(getattr(self, name) or 0.0 for name in fields)
 
     def resolved(self, drain_timeout_s: float) -> Self:
         """Return the request with the service's drain deadline, if it can have one and names none."""
@@ -205,7 +207,7 @@ class Release(MemoryRequest, OnTags):
 
     operation: ClassVar[Verb] = "release"
 
-    timeout_s: Annotated[Seconds | None, Acts("service")] = Field(
+    timeout_s: Annotated[Seconds | None, Acts("service", waits_in=Phase.DRAIN)] = Field(
         default=None, description="Deadline of the drain; by default MEMSAVER_DRAIN_TIMEOUT_S, for a fleet 60."
     )
     mode: Annotated[DrainMode, Acts("service", lasting=True)] = Field(
@@ -228,7 +230,7 @@ class Resume(OnTags):
 
     operation: ClassVar[Verb] = "resume"
 
-    wait_for_memory_s: Annotated[Seconds, Acts("service")] = Field(
+    wait_for_memory_s: Annotated[Seconds, Acts("service", waits_in=Phase.WAIT_FOR_MEMORY)] = Field(
         default=0.0, description="How long to wait until other processes free device memory."
     )
     weights_version: Annotated[WeightsVersion | None, Acts("service", lasting=True)] = Field(
@@ -266,10 +268,10 @@ class ResizeKvCache(_Operation):
     mode: Annotated[CacheMode, _Cache] = Field(
         default="wait", description="Requests that use what goes: wait for their end, or preempt them."
     )
-    timeout_s: Annotated[Seconds | None, _Cache] = Field(
+    timeout_s: Annotated[Seconds | None, replace(_Cache, waits_in=Phase.DRAIN)] = Field(
         default=None, description="Deadline of that wait; by default MEMSAVER_DRAIN_TIMEOUT_S."
     )
-    wait_for_memory_s: Annotated[Seconds, _Cache] = Field(
+    wait_for_memory_s: Annotated[Seconds, replace(_Cache, waits_in=Phase.WAIT_FOR_MEMORY)] = Field(
         default=0.0, description="How long to wait until other processes free the device memory to grow."
     )
 

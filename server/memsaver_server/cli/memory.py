@@ -67,7 +67,7 @@ def _operate(
         if planned:
             plan = client.plan(name, *tags, **given)
             tables.show(plan, tables.plan_view, as_json=as_json)
-            blocked = ExitCode.OUT_OF_MEMORY if getattr(plan, "is_short", False) else ExitCode.FAILED
+            blocked = ExitCode.OUT_OF_MEMORY if plan.is_short else ExitCode.FAILED
             raise typer.Exit(blocked if plan.blockers else ExitCode.OK)
         if prepare:
             given |= {"prepare": True, "key": uuid4().hex}

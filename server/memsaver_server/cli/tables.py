@@ -201,7 +201,7 @@ def operation_view(result: reports.OperationAnswer) -> RenderableType:
 def plan_view(plan: Planned) -> RenderableType:
     """Return what would happen or, unless the message has it already, what prevents that; and what content is lost."""
     blockers = [said(each, "dim") for each in plan.blockers if each not in plan.message]
-    lost = lost_view(tag.tag for tag in getattr(plan, "tags", ()) if tag.loses_content)
+    lost = lost_view(tag.tag for tag in plan.tags if tag.loses_content)
     return Group(said(plan.message), *blockers, lost)
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from memsaver_server.fleet.members import Membership, StaticMembership
+from memsaver_server.missing_package import missing_package
 
 
 def membership_of(source: str) -> Membership:
     """Return the membership of ``FILE`` (YAML, see ``StaticMembership``), ``dns:NAME:PORT``, ``srv:NAME``, ``ray`` or
     ``ray:FLEET``; the last two connect this process to the Ray cluster of this machine. Raises ValueError if it is none
-    of them, ModuleNotFoundError if it needs a package of the extra ``fleet`` or ``ray``."""
+    of them, ModuleNotFoundError if it needs a package of the extra ``fleet``, or of ``ray``, which the message names.
+    """
     kind, separator, rest = source.partition(":")
     if kind == "ray":
-        from memsaver_server.fleet.ray import RayMembership, connect
-
+        try:
+            from memsaver_server.fleet.ray import RayMembership, connect
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(missing_package(error, "ray")) from error
         connect()
         return RayMembership(rest or "default")
     if kind not in ("dns", "srv") or not separator:
