@@ -217,21 +217,21 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
                 asked = running.wanted.asked(running.sent).resolved(DEFAULT_TIMEOUT_S)
                 operation = FleetOperation.left(operation_id, running, asked)
                 self._recoveries[operation_id] = operation
-                work = self._concluded(operation, self._carry_on(operation, running))
-                operation.task = asyncio.create_task(work)
-                operation.task.add_done_callback(partial(self._recovered, operation_id))
+                operation.task = asyncio.create_task(self._end_left(operation, self._left, running))
         return dict(self._recoveries)
+
+    async def _end_left(self, operation: FleetOperation, left: dict[str, Running], running: Running) -> None:
+        """Bring to an end what another coordinator has ``left``; the next call of ``_recover`` repeats it if that
+        fails."""
+        await self._concluded(operation, self._carry_on(operation, running))
+        del self._recoveries[operation.id]
+        if operation.error is None:
+            del left[operation.id]
 
     async def _holders(self) -> set[str]:
         """Return the coordinators that hold engines, as far as these answer."""
         said = await self.roster.answers(await self.roster.members())
         return {part.before.coordinator for _, part in said if part is not None and part.before is not None} - {""}
-
-    def _recovered(self, operation_id: str, task: asyncio.Task[FleetResult]) -> None:
-        """Note that a task of ``_recoveries`` has ended; the next call of ``_recover`` repeats it if it failed."""
-        del self._recoveries[operation_id]
-        if self._left is not None and not task.cancelled() and task.exception() is None:
-            del self._left[operation_id]
 
     async def reconcile(self) -> list[EngineResult]:
         """Bring engines that differ from what is wanted to that state, once; return what was done, and what failed."""
@@ -289,24 +289,20 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
     def start(self, operation: FleetOperation) -> FleetOperation:
         self.history.add(operation)
         operation.task = asyncio.create_task(self._concluded(operation, self._perform(operation)))
-        operation.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # which callers may read
         return operation
 
-    async def _concluded(self, operation: FleetOperation, work: Coroutine[Any, Any, FleetResult]) -> FleetResult:
-        """Return the result of the ``work`` that carries an operation out; record how that ends."""
+    async def _concluded(self, operation: FleetOperation, work: Coroutine[Any, Any, FleetResult]) -> None:
+        """Await the ``work`` that carries an operation out; record how it ends."""
         self.history.add(operation)
         try:
-            result = await work
-            operation.conclude(result)
-            return result
+            operation.conclude(await work)
         except asyncio.CancelledError:
             during = f"while {operation.request.operation} {operation.id} was in phase '{operation.phase}'"
             left = "the next coordinator that uses its record completes or undoes it"
             operation.conclude(None, ServerEndsError(f"the coordinator ended {during}; {left}"))
             raise
-        except BaseException as error:
+        except Exception as error:
             operation.conclude(None, error)
-            raise
         finally:
             if not (operation.repeated and operation.status == "succeeded"):
                 self.on_ended(operation)
@@ -372,7 +368,8 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
                 await part.perform(operation.asked.operation, body, "reconciling")
                 return self._finish(operation)
 
-        return await self._concluded(operation, carry_out())
+        await self._concluded(operation, carry_out())
+        return await operation.outcome()
 
     async def _execute(self, operation: FleetOperation) -> FleetResult:
         request, parts = operation.asked, operation.parts

@@ -69,7 +69,7 @@ class FleetOperation(Operation):
     how: How = "aborted"  # how it ended; what is not ``done`` yet counts as ``aborted``
     overtaken: bool = False  # by a later call about its engines, or perhaps by an update of their weights
     repeated: bool = False  # it did nothing: the record knew its id
-    task: asyncio.Task[FleetResult] | None = None
+    task: asyncio.Task[None] | None = None  # that carries it out; None: its caller does
 
     @classmethod
     def of(
@@ -120,8 +120,11 @@ class FleetOperation(Operation):
 
     async def outcome(self) -> FleetResult:
         """Wait for its end; return its result, or raise why it could not be begun. Its callers may be cancelled."""
-        assert self.task is not None
-        return await asyncio.shield(self.task)
+        await self.ended()
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None
+        return self.result
 
     def known(self, outcome: Outcome) -> Known:
         """Return what the record keeps of its id."""
