@@ -85,15 +85,14 @@ class Rank:
             case protocol.Move("release", memory):
                 return self.release_own(memory)
             case protocol.Move("resume", memory):
-                tags = _here(memory.tags)
-                return self.resume(Tagged(tags=tags)) if tags or not memory.tags else _NOTHING_RESUMED
+                own = _own(memory)
+                return _NOTHING_RESUMED if own is None else self.resume(own)
             case protocol.Reserve("release", memory):
                 plan_release(memory, reserve_disk=True)
                 return OperationReport(operation="release")
             case protocol.Reserve("resume", memory):
-                tags = _here(memory.tags)
-                if tags or not memory.tags:
-                    ms.reserve_with(Tagged(tags=tags))
+                if (own := _own(memory)) is not None:
+                    ms.reserve_with(own)
                 return _NOTHING_RESUMED
             case protocol.GiveBackReserved():
                 ms.give_back_reserved()
@@ -117,11 +116,8 @@ class Rank:
 
     def release_own(self, memory: MemoryRequest) -> OperationReport:
         """Release those tags that this process has; the engine is idle. Touches no device while hibernated."""
-        tags = _here(memory.tags)
-        if memory.tags and not tags:
+        if (own := _own(memory)) is None:
             return OperationReport(operation="release")
-        restore = {tag: memory.restore[tag] for tag in _here(memory.restore)}
-        own = memory.model_copy(update={"tags": tags, "restore": restore})
         return self.followed(functools.partial(ms.release_with, own))
 
     def resume(self, tagged: Tagged) -> Result:
@@ -184,7 +180,10 @@ class Rank:
         return self.followed(operate)
 
 
-def _here(tags: Iterable[str]) -> tuple[str, ...]:
-    """Return those of ``tags`` that this process has; ranks of one engine may have different ones."""
+def _own(memory: MemoryRequest) -> MemoryRequest | None:
+    """Return ``memory`` with those of its tags that this process has, as ranks of one engine may have different ones;
+    None if it is about others alone."""
     known = {*WELL_KNOWN_TAGS, *process.known_tags()}
-    return tuple(tag for tag in tags if tag in known)
+    tags = tuple(tag for tag in memory.tags if tag in known)
+    restore = {tag: policy for tag, policy in memory.restore.items() if tag in known}
+    return memory.model_copy(update={"tags": tags, "restore": restore}) if tags or not memory.tags else None

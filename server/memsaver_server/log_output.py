@@ -53,14 +53,9 @@ class LogOutput:
         self._waiting.put(item)
         self._start()
 
-    def flush(self, timeout_s: float) -> bool:
-        """Return whether everything put so far was written within ``timeout_s`` seconds."""
-        written = threading.Event()
-        self.put(written)
-        return written.wait(timeout_s)
-
     def close(self, timeout_s: float) -> bool:
-        """As ``flush``, and end the thread; a later item starts another."""
+        """End the thread once everything put so far is written, which a later item starts again; return whether that
+        took at most ``timeout_s`` seconds."""
         self._waiting.put(None)
         self._start()
         thread = self._thread
@@ -86,9 +81,6 @@ class LogOutput:
             item = self._waiting.get()
             if item is None:
                 return
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
             try:
                 self._write(item)
             except Exception:  # also of handlers that are not ours
@@ -124,7 +116,7 @@ class LogStream(io.TextIOBase):
 
     def wait_written(self, timeout_s: float) -> bool:
         """Return whether everything was written within ``timeout_s`` seconds; ``flush`` waits for nothing."""
-        return self._output.flush(timeout_s)
+        return self._output.close(timeout_s)
 
 
 def write_all(descriptor: int, content: bytes) -> None:

@@ -22,8 +22,10 @@ def members(membership: Membership) -> list[Member]:
 
 
 @pytest.fixture
-def zone() -> Iterator[Zone]:
+def zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Zone]:
+    """The system asks this DNS server."""
     zone = Zone()
+    monkeypatch.setattr("dns.asyncresolver.default_resolver", zone.resolver())
     yield zone
     zone.close()
 
@@ -84,7 +86,7 @@ def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
 
 def test_addresses_of_a_headless_service(zone: Zone) -> None:
     zone.records = "engines.ns 60 A 10.0.0.2\nengines.ns 60 A 10.0.0.1\nengines.ns 60 AAAA fd00::1"
-    membership = DnsMembership("engines.ns", 30000, resolver=zone.resolver())
+    membership = DnsMembership("engines.ns", 30000)
     assert [(member.name, member.url, member.host) for member in members(membership)] == [
         ("10.0.0.1:30000", "http://10.0.0.1:30000", "10.0.0.1"),
         ("10.0.0.2:30000", "http://10.0.0.2:30000", "10.0.0.2"),
@@ -97,7 +99,7 @@ def test_services(zone: Zone) -> None:
         "_http._tcp.engines 60 SRV 0 10 30000 one.engines\n_http._tcp.engines 60 SRV 0 10 30001 two.engines\n"
         "_http._tcp.engines 60 SRV 0 10 30001 away.engines\none.engines 60 A 10.0.0.1\ntwo.engines 60 AAAA fd00::2"
     )
-    membership = DnsMembership("_http._tcp.engines", None, resolver=zone.resolver())
+    membership = DnsMembership("_http._tcp.engines", None)
     assert [(member.name, member.url) for member in members(membership)] == [
         ("one.engines:30000", "http://10.0.0.1:30000"),
         ("two.engines:30001", "http://[fd00::2]:30001"),
@@ -106,7 +108,7 @@ def test_services(zone: Zone) -> None:
 
 def test_records_count_for_their_time_to_live(zone: Zone, caplog: pytest.LogCaptureFixture) -> None:
     zone.records = "engines 1 A 10.0.0.1\nengines 1 AAAA fd00::1"
-    membership = DnsMembership("engines", 1, resolver=zone.resolver())
+    membership = DnsMembership("engines", 1)
 
     async def run() -> None:
         assert len(await membership.members()) == 2
@@ -123,7 +125,7 @@ def test_records_count_for_their_time_to_live(zone: Zone, caplog: pytest.LogCapt
 
 def test_a_name_that_never_had_records_is_in_the_log_once(zone: Zone, caplog: pytest.LogCaptureFixture) -> None:
     """The fleet was empty, and nothing said why."""
-    membership = DnsMembership("_http._tcp.engines", None, resolver=zone.resolver())
+    membership = DnsMembership("_http._tcp.engines", None)
     assert members(membership) == []
     membership._expires = 0.5  # long ago
     assert members(membership) == []
@@ -134,7 +136,7 @@ def test_a_name_that_never_had_records_is_in_the_log_once(zone: Zone, caplog: py
 def test_dns_that_fails_is_told(zone: Zone) -> None:
     zone.broken = True
     with pytest.raises(MembershipError, match="DNS does not return the A"):
-        members(DnsMembership("engines", 1, resolver=zone.resolver()))
+        members(DnsMembership("engines", 1))
 
 
 @pytest.mark.parametrize("source", ["", "dns:engines", "dns::1", "dns:engines:0", "dns:engines:x", "srv:"])

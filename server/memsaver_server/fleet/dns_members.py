@@ -32,13 +32,11 @@ class DnsMembership:
     Args:
         name: what to ask for. The search domains of the system apply.
         port: of every engine; None asks for SRV records, which name the ports.
-        resolver: by default that of the system.
     """
 
-    def __init__(self, name: str, port: int | None, *, resolver: dns.asyncresolver.Resolver | None = None) -> None:
+    def __init__(self, name: str, port: int | None) -> None:
         self._name = name
         self._port = port
-        self._resolver = resolver
         self._members: list[Member] = []
         self._expires = 0.0
 
@@ -78,8 +76,7 @@ class DnsMembership:
 
     async def _ask(self, name: str, kind: str) -> tuple[list[Any], float]:
         try:
-            resolver = self._resolver or dns.asyncresolver.get_default_resolver()
-            answer = await resolver.resolve(name, kind, search=True, lifetime=_LIFETIME_S)
+            answer = await dns.asyncresolver.resolve(name, kind, search=True, lifetime=_LIFETIME_S)
         except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
             return [], _LONGEST_S
         except (dns.exception.DNSException, OSError) as error:
