@@ -1,16 +1,16 @@
-"""Starts threads, or leaves nothing half done if the system refuses one; reserves heap for those that answer requests;
-and makes futures of an event loop."""
+"""Starts threads and tasks so that nothing is left half done: if the system refuses a thread, or if a task ends first;
+reserves heap for threads that answer requests."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from memsaver_core.contract.errors import NoThreadError
 from memsaver_core.rendezvous import settle
@@ -78,6 +78,20 @@ def on_this_loop(done: Future[None]) -> asyncio.Future[None]:
 
     done.add_done_callback(notify)
     return ended
+
+
+@asynccontextmanager
+async def first_of(*works: Awaitable[Any]) -> AsyncIterator[Sequence[asyncio.Future[Any]]]:
+    """Do ``works`` side by side until one has ended; yield their futures. After the block none goes on: those that have
+    not ended were cancelled, and have ended. An error of a work is raised only by its future."""
+    futures = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        yield futures
+    finally:
+        for each in futures:
+            each.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlencode
 
 import httpx
@@ -17,7 +17,7 @@ from memsaver_server.fleet.observer import GLANCE_S, Observer
 from memsaver_server.fleet.results import CallRow, EngineStatus, count_of
 from memsaver_server.fleet.turns.upstream import Upstreams
 from memsaver_server.operation.departure import while_connected
-from memsaver_server.threads import in_thread
+from memsaver_server.threads import first_of, in_thread
 
 _HEADERS = [
     (b"content-type", b"application/json"),
@@ -44,21 +44,21 @@ async def call_each(
         answer = await (await upstreams.to(url, key)).send(method, target, _HEADERS, content)
         return answer, value_of(answer, await content_of(answer))
 
+    async def silence(name: str) -> NoReturn:
+        while True:
+            await asyncio.sleep(GLANCE_S)
+            if why := observer.failure(name):
+                raise httpx.TransportError(why)
+
     async def call(engine: EngineStatus) -> CallRow:
         name, url = engine.name, engine.url
-        answering = asyncio.create_task(ask(url, observer.keys.get(name)))
         try:
-            while not answering.done():
-                await asyncio.wait({answering}, timeout=GLANCE_S)
-                if not answering.done() and (why := observer.failure(name)):
-                    raise httpx.TransportError(why)
-            answer, body = answering.result()
+            async with first_of(ask(url, observer.keys.get(name)), silence(name)) as (answering, silent):
+                answer, body = await (answering if answering.done() else silent)
         except (httpx.TransportError, UnreadableError) as error:
             what = "gave an answer that cannot be read" if isinstance(error, UnreadableError) else "no answer"
             message = f"{what}: {str(error) or type(error).__name__}"
             return CallRow(name=name, url=url, success=False, status=0, message=message)
-        finally:
-            answering.cancel()
         said = str((body.get("message") if isinstance(body, dict) else body) or "")
         said, status = said + key_advice(answer.status_code), answer.status_code
         return CallRow(name=name, url=url, success=answer.is_success, status=status, message=said, body=body)

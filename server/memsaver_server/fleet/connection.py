@@ -24,6 +24,7 @@ from memsaver_server.client.errors import AnswerError, UnreachableError
 from memsaver_server.client.requests import AnswerT, Call, key_header, path_of
 from memsaver_server.fleet.answers import content_of
 from memsaver_server.fleet.members import Member
+from memsaver_server.threads import first_of
 
 _T = TypeVar("_T")
 
@@ -188,16 +189,10 @@ class Connection:
         """Return the answer of a call that takes long; meanwhile check that the engine works on it, on the operation of
         this id if it is known. The call may be sent twice: what it asks for is done once."""
         send = partial(self._client.call, model, call)
-        answer = asyncio.create_task(send())
-        worked = asyncio.create_task(self._until_worked(call, limit_s, operation_id))
-        try:
-            await asyncio.wait({answer, worked}, return_when=asyncio.FIRST_COMPLETED)
+        async with first_of(send(), self._until_worked(call, limit_s, operation_id)) as (answer, worked):
             if not answer.done():
                 await worked
             return self._result(answer) if await self._came(answer) else await self._ask(send)  # the answer may be lost
-        finally:
-            _drop(answer)
-            _drop(worked)
 
     async def _until_worked(self, call: Call, limit_s: float | None, operation_id: str) -> None:
         """Return once the engine says that its operation has ended, or is prepared. Raises if the engine is silent, or

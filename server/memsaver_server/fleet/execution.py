@@ -18,6 +18,8 @@ from functools import partial
 from hashlib import sha256
 from typing import Any
 
+import anyio
+
 from memsaver_core.contract.errors import PhaseTimeoutError
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.policies import keeps_all
@@ -28,6 +30,7 @@ from memsaver_server.fleet.budget import groups_of
 from memsaver_server.fleet.connection import Coordinator, EngineFailure
 from memsaver_server.fleet.operation import FleetOperation
 from memsaver_server.fleet.parts import Part
+from memsaver_server.threads import first_of
 
 logger = logging.getLogger("memsaver")
 
@@ -169,18 +172,14 @@ class Execution:
         groups = await groups_of(self._request, self._parts)
         if _failed(self._parts):
             return False
-        lanes = [asyncio.ensure_future(self._prepare_in_turn(group)) for group in groups]
-        ends: tuple[asyncio.Future[Any], ...] = (
-            asyncio.gather(*lanes),
-            asyncio.ensure_future(self._operation.given_up.wait()),
-            asyncio.ensure_future(self._keep_leases()),
-        )
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (*lanes, *ends):
-                task.cancel()
-            await asyncio.gather(*lanes, *ends, return_exceptions=True)
+
+        async def prepare() -> None:
+            async with anyio.create_task_group() as lanes:  # the first that fails ends the others
+                for group in groups:
+                    lanes.start_soon(self._prepare_in_turn, group)
+
+        async with first_of(prepare(), self._operation.given_up.wait(), self._keep_leases()):
+            pass
         return all(part.stage == "prepared" for part in self._parts) and not self._operation.given_up.is_set()
 
     async def _prepare_in_turn(self, group: Iterable[Part]) -> None:

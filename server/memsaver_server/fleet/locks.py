@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from memsaver_server.threads import first_of
+
 
 def of_cache(name: str) -> str:
     """Return the name of the lock that a resize of this member's KV cache holds: a release and a resume do not wait for
@@ -23,19 +25,14 @@ class Locks:
     async def held(self, names: Iterable[str], given_up: asyncio.Event | None = None) -> AsyncIterator[None]:
         """Hold the locks of ``names``; only some of them if ``given_up`` is set before. They are taken in one order, so
         that two callers never wait for each other."""
-        ends = asyncio.ensure_future((given_up or asyncio.Event()).wait())
         async with AsyncExitStack() as stack:
-            stack.callback(ends.cancel)
-            for name in sorted(set(names)):
-                taken = asyncio.ensure_future(stack.enter_async_context(self._locks.setdefault(name, asyncio.Lock())))
-                try:
-                    await asyncio.wait({taken, ends}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    if not taken.done():
-                        taken.cancel()
-                        await asyncio.gather(taken, return_exceptions=True)
-                if ends.done():
-                    break
+
+            async def take() -> None:
+                for name in sorted(set(names)):
+                    await stack.enter_async_context(self._locks.setdefault(name, asyncio.Lock()))
+
+            async with first_of(take(), (given_up or asyncio.Event()).wait()):
+                pass
             yield
 
     def any_held(self, names: Iterable[str]) -> bool:

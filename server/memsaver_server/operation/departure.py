@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from starlette.types import Receive
+
+from memsaver_server.threads import first_of
 
 _T = TypeVar("_T")
 
@@ -27,18 +29,12 @@ async def while_connected(work: Awaitable[_T], grace_s: float = 0.0, receive: Re
     away: ``work`` was cancelled then, and has ended."""
     if (receive := receive or CLIENT.get(None)) is None:
         return await work
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_departure(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    async with first_of(work, _departure(receive)) as (task, _):
         if not task.done():
             await asyncio.wait({task}, timeout=grace_s)
         if not task.done():
             raise ClientGoneError
-        return task.result()
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        return cast(_T, task.result())
 
 
 async def _departure(receive: Receive) -> None:
