@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from memsaver_core.contract.errors import FleetUnknownError
+from memsaver_core.contract.model import common, summed, summed_by
 from memsaver_core.contract.status import (
     AdmissionStatus,
     Consumer,
@@ -25,7 +26,7 @@ from memsaver_server.fleet.fleet import AsyncFleet
 from memsaver_server.fleet.members import Member
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.record import RecordContent
-from memsaver_server.fleet.results import EngineStatus, FleetOccupationAnswer, FleetStatus, common, count_of
+from memsaver_server.fleet.results import EngineStatus, FleetOccupationAnswer, FleetStatus, count_of
 
 logger = logging.getLogger("memsaver")
 
@@ -37,7 +38,6 @@ SHARE = 5
 GLANCE_S = 1.0
 #: Readings that are kept for the dashboard.
 KEPT = 900
-_TAG_SIZES = [name for name, field in TagOccupation.model_fields.items() if field.annotation is int]
 
 
 class Observer:
@@ -107,8 +107,7 @@ class Observer:
         seen = [engine.occupation for engine in status.engines if engine.occupation is not None]
         is_open = any(one.admission.open for one in seen)
         reason = self.trouble or ("" if is_open else "no engine accepts requests")
-        backups = [one.host_backup for one in seen]
-        sizes = ("bytes", "capacity_bytes", "file_bytes", "unused_bytes")
+        backup = summed([HostBackup(prepared=bool(seen)), *(one.host_backup for one in seen)])
         hosts = {one.host_id: one.host_bytes for one in seen}
         limits: Counter[str] = Counter()
         for one in seen:
@@ -125,11 +124,9 @@ class Observer:
             updating=any(one.updating for one in seen),
             tags=_tags(status),
             devices=_devices(status),
-            host_backup=HostBackup(
-                **{name: sum(getattr(one, name) for one in backups) for name in sizes},
-                # Each engine may use most of its host, and together they have no more than that.
-                limit_bytes=sum(min(limits[host], size or sys.maxsize) for host, size in hosts.items()),
-                prepared=bool(backups) and all(one.prepared for one in backups),
+            # Each engine may use most of its host, and together they have no more than that.
+            host_backup=backup.model_copy(
+                update={"limit_bytes": sum(min(limits[host], size or sys.maxsize) for host, size in hosts.items())}
             ),
             host_bytes=sum(hosts.values()),
             engines=tuple(_row(one, requests.get(one.name, 0), silence.get(one.name, 0.0)) for one in status.engines),
@@ -208,31 +205,16 @@ def total(gpus: Sequence[OccupiedDevice]) -> list[dict[str, Any]]:
     """Return all GPUs as one device, as JSON, for one chart."""
     if not gpus:
         return []
-    whole = OccupiedDevice(
-        index=0,
-        uuid="",
-        name=count_of(gpus, "device"),
-        process_bytes=None,
-        total_bytes=sum(gpu.total_bytes for gpu in gpus),
-        used_bytes=sum(gpu.used_bytes for gpu in gpus),
-        free_bytes=sum(gpu.free_bytes for gpu in gpus),
-        sources=_added(source for gpu in gpus for source in gpu.sources),
-    )
-    return [whole.model_dump(mode="json")]
+    sources = summed_by((source for gpu in gpus for source in gpu.sources), "kind", "name")
+    whole = {"index": 0, "uuid": "", "name": count_of(gpus, "device"), "sources": sources}
+    return [summed(gpus).model_copy(update=whole).model_dump(mode="json")]
 
 
 def _own(sources: Iterable[Consumer], used: int) -> tuple[Consumer, ...]:
     """Return the consumers that engines count as theirs, and the rest."""
-    own = _added(each for each in sources if each.kind not in ("others", "unexplained"))
+    own = summed_by((each for each in sources if each.kind not in ("others", "unexplained")), "kind", "name")
     rest = max(0, used - sum(each.bytes for each in own))
     return (*own, Consumer(kind="others", name="other processes", bytes=rest))
-
-
-def _added(sources: Iterable[Consumer]) -> tuple[Consumer, ...]:
-    sums: dict[tuple[Any, str], int] = {}
-    for each in sources:
-        sums[each.kind, each.name] = sums.get((each.kind, each.name), 0) + each.bytes
-    return tuple(Consumer(kind=kind, name=name, bytes=size) for (kind, name), size in sums.items())
 
 
 def _row(engine: EngineStatus, requests: int, silent_s: float) -> EngineRow:
@@ -247,17 +229,6 @@ def _row(engine: EngineStatus, requests: int, silent_s: float) -> EngineRow:
 
 
 def _tags(status: FleetStatus) -> tuple[TagOccupation, ...]:
-    same: dict[str, list[TagOccupation]] = {}
-    for engine in status.engines:
-        for tag in engine.tags:
-            same.setdefault(tag.tag, []).append(tag)
-    return tuple(
-        TagOccupation(
-            tag=name,
-            restore=common(row.restore for row in rows),
-            state=common(row.state for row in rows),
-            content="lost" if any(row.content == "lost" for row in rows) else "ok",
-            **{size: sum(getattr(row, size) for row in rows) for size in _TAG_SIZES},
-        )
-        for name, rows in sorted(same.items())
-    )
+    tags = (tag for engine in status.engines for tag in engine.tags)
+    together = summed_by(sorted(tags, key=lambda tag: tag.tag), "tag")
+    return tuple(tag.model_copy(update={"content": "ok" if tag.content == "ok" else "lost"}) for tag in together)

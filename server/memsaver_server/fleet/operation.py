@@ -11,12 +11,13 @@ from typing import Literal
 from urllib.parse import quote
 
 from memsaver_core.contract.errors import LeaseEndedError, TooLateToCancelError
+from memsaver_core.contract.model import common
 from memsaver_core.contract.reports import held_by
 from memsaver_core.contract.requests import Asked, AskedOfFleet, FleetRelease, FleetResize
 from memsaver_server.fleet.connection import Coordinator
 from memsaver_server.fleet.parts import Part
 from memsaver_server.fleet.record import Known, Outcome, Running, RunningStage, Wanted
-from memsaver_server.fleet.results import FleetProgress, FleetResult, Origin, common, count_of
+from memsaver_server.fleet.results import FleetProgress, FleetResult, Origin, count_of
 from memsaver_server.operation.history import KEPT_S
 from memsaver_server.operation.operation import Operation
 from memsaver_server.operation.table import Row, Table

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sized
+from collections.abc import Collection, Mapping, Sized
 from typing import Any, Literal
 
 from pydantic import Field
 
 from memsaver_core.contract.errors import AdmissionClosedError, BadRequestError, EngineFailedError, WrongWeightsError
-from memsaver_core.contract.model import Model
+from memsaver_core.contract.model import Model, common
 from memsaver_core.contract.reports import OperationAnswer, OperationStatusAnswer
 from memsaver_core.contract.requests import FleetMode, OperationName, Selector
 from memsaver_core.contract.status import FleetOccupation, MemberRow, OccupationAnswer, TagOccupation, discarded
@@ -24,12 +24,6 @@ Stage = Literal["asking", "preparing", "committing", "aborting", "rolling_back",
 def state_of(occupation: OccupationAnswer) -> str:
     """Return the state of an engine in one word."""
     return "prepared" if occupation.prepared is not None else occupation.state
-
-
-def common(values: Iterable[str]) -> str:
-    """Return the value that all have, ``mixed`` if they differ, or an empty string if there are none."""
-    found = set(values)
-    return "mixed" if len(found) > 1 else "".join(found)
 
 
 def count_of(things: Sized, noun: str = "engine") -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from memsaver_core.contract.model import summed, summed_by
 from memsaver_core.contract.reports import DeviceDelta, OperationReport, PhaseReport, TagReport
 from memsaver_core.contract.status import DeviceMemory, HostBackupStatus, SharedStoreStatus, Status, TagStatus
 from memsaver_core.ranks.protocol import Introduction
@@ -51,9 +52,6 @@ class RankDevices:
             return Status(enabled=False, driver="none", state="resident")
         tags = [self._renumbered(rank, tag) for rank, status in known for tag in status.tags]
         backups = [status.host_backup for _, status in known]
-        sizes = [name for name in HostBackupStatus.model_fields if name not in ("prepared", "shared_store")]
-        sums = {name: sum(getattr(backup, name) for backup in backups) for name in sizes}
-        prepared = all(backup.prepared for backup in backups)
         reserved: Counter[int] = Counter()
         for rank, status in known:
             reserved.update({self.number(rank, index): size for index, size in status.reserved_by_device.items()})
@@ -63,7 +61,7 @@ class RankDevices:
             state=min((status.state for _, status in known), key=_STATES.index),
             failure="; ".join(f"rank {rank}: {status.failure}" for rank, status in known if status.failure),
             tags=merged_tags(tags),
-            host_backup=HostBackupStatus(**sums, prepared=prepared, shared_store=_merged_store(backups)),
+            host_backup=summed(backups).model_copy(update={"shared_store": _merged_store(backups)}),
             reserved_by_device=reserved,
             hibernated=any(status.hibernated for _, status in known),
             communicators=tuple(each for _, status in known for each in status.communicators),
@@ -105,23 +103,9 @@ def _merged_store(backups: Sequence[HostBackupStatus]) -> SharedStoreStatus | No
 
 
 def merged_tags(tags: Iterable[_Tag]) -> tuple[_Tag, ...]:
-    """Merge what is about the same tag: numbers are added up."""
-    merged: dict[str, _Tag] = {}
-    for tag in tags:
-        merged[tag.tag] = _added(merged[tag.tag], tag) if tag.tag in merged else tag
-    return tuple(merged.values())
-
-
-def _added(one: _Tag, other: _Tag) -> _Tag:
-    changes: dict[str, Any] = {}
-    for name in type(one).model_fields:
-        mine, theirs = getattr(one, name), getattr(other, name)
-        if isinstance(mine, bool):
-            changes[name] = mine and theirs
-        elif isinstance(mine, int):
-            changes[name] = mine + theirs
-        elif isinstance(mine, Mapping):
-            changes[name] = {key: mine.get(key, 0) + theirs.get(key, 0) for key in {**mine, **theirs}}
-    changes["state"] = min(one.state, other.state, key=_STATES.index)
-    changes["restore"] = one.restore if one.restore == other.restore else "mixed"
-    return one.model_copy(update=changes)
+    """Merge what is about the same tag, which is in the state of its worst rank."""
+    states: dict[str, str] = {}
+    rows = list(tags)
+    for each in rows:
+        states[each.tag] = min(each.state, states.get(each.tag, each.state), key=_STATES.index)
+    return tuple(each.model_copy(update={"state": states[each.tag]}) for each in summed_by(rows, "tag"))

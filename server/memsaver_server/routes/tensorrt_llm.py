@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import Request
 
 from memsaver_core.contract.errors import UnauthorizedError
-from memsaver_core.contract.model import Model
+from memsaver_core.contract.model import Model, common
 from memsaver_core.contract.requests import Verb
 from memsaver_server.controller import Models
 from memsaver_server.http.auth import check_browser, check_key, has_valid_key, reads_only
@@ -103,9 +103,8 @@ def router(models: Models) -> APIRouter:
             {"name": row.name, "url": row.url, "state": STATES.get(row.state, row.state), "parked_tags": row.released}
             for row in await controller.rows(None)
         ]
-        states = {str(row["state"]) for row in rows}
         parked = sorted({tag for row in rows for tag in row["parked_tags"]})
         about = {"engines": rows} if models.several else {}
-        return {"state": "mixed" if len(states) > 1 else "".join(states), "parked_tags": parked, **about}
+        return {"state": common(str(row["state"]) for row in rows), "parked_tags": parked, **about}
 
     return routes
