@@ -59,7 +59,7 @@ class Execution:
 
     async def alone(self) -> None:
         """Carry it out on each engine by itself. Nothing was done if it raises RecordError."""
-        self._operation.how = "each"
+        self._operation.how = "done"
         await self._name_tags()
         # Before any engine acts: a reconciler does what remains.
         await self._keeper.begun(self._operation.id, self._operation.known("begun"), self._operation.wish)
@@ -79,6 +79,11 @@ class Execution:
 
     async def together(self) -> None:
         """Carry it out on all engines or on none. Nothing was moved if it raises RecordError."""
+        for part in self._parts:
+            if part.before is not None and "prepared" not in part.before.model_fields_set:
+                older = f"the service at {part.member.url} is older and cannot prepare"
+                advice = "upgrade it, leave it out, or use mode best_effort"
+                part.fail("asking", EngineFailure("cannot_prepare", f"{older}; {advice}"))
         if _failed(self._parts) or self._operation.given_up.is_set():
             for part in self._parts:
                 part.after = part.before
@@ -332,7 +337,7 @@ class Execution:
         self._noted = self._key
 
     async def _end(self, wish: record.Wanted | None = None, rest: Sequence[record.Wanted] = ()) -> None:
-        is_done = self._operation.how in ("done", "each") and not _failed(self._parts)
+        is_done = self._operation.how == "done" and not _failed(self._parts)
         outcome: record.Outcome = "succeeded" if is_done else "failed"
         if self._operation.how == "aborted" and self._operation.given_up.is_set():
             outcome = "cancelled"

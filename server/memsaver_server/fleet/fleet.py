@@ -34,7 +34,7 @@ from memsaver_server.fleet.execution import Execution
 from memsaver_server.fleet.locks import of_cache
 from memsaver_server.fleet.members import Member, Membership
 from memsaver_server.fleet.operation import FleetOperation
-from memsaver_server.fleet.parts import Part
+from memsaver_server.fleet.parts import UNDONE, Part
 from memsaver_server.fleet.reconciler import Reconciler
 from memsaver_server.fleet.record import (
     Keeper,
@@ -362,7 +362,7 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
 
         async def carry_out() -> FleetResult:
             (part,) = operation.parts
-            operation.how = "each"
+            operation.how = "done"
             async with self.around(operation):
                 self._report(operation, "commit")
                 await part.perform(operation.asked.operation, body, "reconciling")
@@ -382,15 +382,9 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
         execution = Execution(operation, self._keeper, self._coordinator, self._report)
         if request.fleet_mode == "best_effort" and not operation.given_up.is_set():
             await execution.alone()
-            return self._finish(operation)
-        for part in parts:
-            if part.before is not None and "prepared" not in part.before.model_fields_set:
-                older = f"the service at {part.member.url} is older and cannot prepare"
-                advice = "upgrade it, leave it out, or use mode best_effort"
-                part.fail("asking", EngineFailure("cannot_prepare", f"{older}; {advice}"))
-        await execution.together()
-        cancelled = operation.given_up.is_set() and operation.how == "aborted"
-        return self._finish(operation, "it was cancelled" if cancelled else "")
+        else:
+            await execution.together()
+        return self._finish(operation)
 
     def _repeated(self, operation: FleetOperation, known: Known) -> FleetResult:
         """Return the result of an operation that has ended, or that a later one has overtaken: it does nothing."""
@@ -399,17 +393,16 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
             part.after = part.before
         if known.outcome == "cancelled":
             operation.given_up.set()
-            return self._finish(operation, "it was cancelled")
-        operation.how = "each"
+            return self._finish(operation)
+        operation.how = "done"
         if known.resized is not None:  # without failures to answer: engines do not know what it was
             operation.parts = [Part(part.member, part.connection, after=part.before) for part in operation.parts]
+        overtaken = known.outcome != "succeeded"
         for part in operation.parts:
-            if known.resized is None and known.outcome == "succeeded":
-                part.check(part.before, operation.asked, "asking")
-            elif known.resized is None:
+            if known.resized is None:
                 what = f"a later call was about these engines, or some of them; use a new id to {known.verb} them"
-                part.check(part.before, operation.asked, "asking", what)
-            elif known.outcome != "succeeded":
+                part.check(part.before, operation.asked, "asking", what if overtaken else UNDONE)
+            elif overtaken:
                 what = "a later call was about the size of its KV cache; use a new id to set it again"
                 part.fail("asking", EngineFailure("changed", what))
         return self._finish(operation)
@@ -428,12 +421,12 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
             end = {"preparing": execution.abandon, "committing": execution.commit, "rolling_back": execution.undo}
             async with self.around(operation):
                 await end[left.stage]()
-                result = self._finish(operation, "" if operation.how == "done" else operation.cause)
+                result = self._finish(operation)
         logger.warning("operation %s, which another coordinator had begun: %s", operation.id, result.message)
         return result
 
-    def _finish(self, operation: FleetOperation, why: str = "") -> FleetResult:
-        result = operation.summed_up(self._coordinator, why)
+    def _finish(self, operation: FleetOperation) -> FleetResult:
+        result = operation.summed_up(self._coordinator)
         self.hub.publish("result", **result.model_dump(mode="json"))
         return result
 

@@ -22,9 +22,9 @@ from memsaver_server.operation.history import KEPT_S
 from memsaver_server.operation.operation import Operation
 from memsaver_server.operation.table import Row, Table
 
-#: How an operation ends: ``each`` in mode ``best_effort``; in mode ``all`` it is ``done``, ``aborted`` (nothing was
-#: moved) or ``undone`` (some was, and was moved back, or should be).
-How = Literal["done", "aborted", "undone", "each"]
+#: How an operation ends: ``done``, in mode ``best_effort`` on some engines; ``aborted`` (nothing was moved); or
+#: ``undone`` (some was, and was moved back, or should be).
+How = Literal["done", "aborted", "undone"]
 #: Engines of one kind that a message lists; the answer has all.
 _LISTED = 8
 
@@ -175,16 +175,16 @@ class FleetOperation(Operation):
     def described(self) -> dict[str, object]:
         return {"origin": self.origin, "cause": self.cause, "engines": self.engines}
 
-    def summed_up(self, coordinator: Coordinator, why: str = "") -> FleetResult:
-        """Return its answer, from its parts; ``why``: a reason of its failure that no engine gave."""
-        parts, given_up = self.parts, self.how in ("aborted", "undone")
+    def summed_up(self, coordinator: Coordinator) -> FleetResult:
+        """Return its answer, from its parts."""
+        parts, given_up = self.parts, self.how != "done"
         # Engines that are not as before although the operation was given up, or whose state is unknown.
         strays = [part for part in parts if given_up and part.is_stray(self.request.operation)]
         engines = tuple(part.result(undone=given_up) for part in parts)
         holders = {part.before.coordinator for part in parts if part.before is not None} - {"", coordinator.name}
         return FleetResult(
             success=all(engine.success for engine in engines),
-            message="".join([self._message(strays, coordinator.prepared_for_s, why), *map(held_by, sorted(holders))]),
+            message="".join([self._message(strays, coordinator.prepared_for_s), *map(held_by, sorted(holders))]),
             coordinator=", ".join(sorted(holders)),
             operation=self.request.operation,
             operation_id=self.id,
@@ -197,20 +197,21 @@ class FleetOperation(Operation):
             engines=engines,
         )
 
-    def _message(self, strays: Sequence[Part], prepared_for_s: float, why: str) -> str:
+    def _message(self, strays: Sequence[Part], prepared_for_s: float) -> str:
         """``prepared_for_s``: for so long an engine stays prepared by itself."""
         parts, done = self.parts, f"{self.request.operation}d"
         failed = [part for part in parts if part.failure is not None]
         each = _listed(f"{part.member.name} failed while {part.phase}: {part.failure}" for part in failed)
-        reasons = "; ".join(filter(None, [why, each]))
         but = _listed(map(_stray, strays))
         lost = _listed(f"{' and '.join(part.lost())} of {part.member.name}" for part in parts if part.lost())
         losses = f". Content to be written again: {lost}" if lost else ""
-        if self.how in ("done", "each"):
+        if self.how == "done":
             all_of = count_of(parts)
             if failed:
-                return f"{done} on {len(parts) - len(failed)} of {all_of}; {reasons}{losses}"
+                return f"{done} on {len(parts) - len(failed)} of {all_of}; {each}{losses}"
             return f"{done} on {all_of}{losses}"
+        cancelled = "it was cancelled" if self.how == "aborted" and self.given_up.is_set() else ""
+        reasons = "; ".join(filter(None, [self.cause or cancelled, each]))
         if self.how == "aborted":
             after = "All engines are as before"
             if strays:

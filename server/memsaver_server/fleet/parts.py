@@ -17,7 +17,8 @@ from memsaver_server.fleet.members import Member
 from memsaver_server.fleet.record import Prepared, RecordContent
 from memsaver_server.fleet.results import EngineResult, EngineStatus, state_of, wrong_weights
 
-_UNDONE = "the operation had ended, and was undone since"
+#: Why an engine that has done what it was asked is not in that state.
+UNDONE = "the operation had ended, and was undone since"
 
 
 @dataclass
@@ -96,7 +97,7 @@ class Part:
             await self.look()
             self.ended()
 
-    def check(self, now: OccupationAnswer | None, asked: AskedOfFleet, phase: str, why: str = _UNDONE) -> None:
+    def check(self, now: OccupationAnswer | None, asked: AskedOfFleet, phase: str, why: str = UNDONE) -> None:
         """Fail in ``phase`` if what the engine holds ``now`` is not as ``asked``: the reason is ``why``, or the version
         of its weights. Does nothing if ``now`` is None."""
         if now is None:
