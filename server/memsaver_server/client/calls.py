@@ -41,8 +41,8 @@ from memsaver_server.client.requests import (
 MAX_KEYS = 256
 
 
-class Calls:
-    """What both clients can call; ``_request`` and ``_pause`` wait, or block."""
+class Caller:
+    """Sends calls to one service; ``_request`` and ``_pause`` wait, or block."""
 
     #: httpx's classes of a client and of its transport.
     _client: type[Any]
@@ -110,6 +110,15 @@ class Calls:
         key = key or self.key_of(operation_id)
         headers = {} if key is None else key_header(key)
         return Call(method, f"/operations/{operation_id}{path}", body, headers, long=True)
+
+    async def _update(self, source: str, version: str | None, weights: dict[str, Any]) -> str:
+        body = weights if version is None else {**weights, "weight_version": version}
+        call = Call("POST", f"/update_weights_from_{source}", body, long=True)
+        return (await self._ask(MessageAnswer, call)).message
+
+
+class Calls(Caller):
+    """What both clients can call."""
 
     @overload
     async def release(
@@ -266,11 +275,6 @@ class Calls:
         """As ``update_weights_from_disk``, from the content of safetensors files: one per rank."""
         payloads = [b64encode(image).decode() for image in safetensors]
         return await self._update("tensor", version, {"serialized_named_tensors": payloads})
-
-    async def _update(self, source: str, version: str | None, weights: dict[str, Any]) -> str:
-        body = weights if version is None else {**weights, "weight_version": version}
-        call = Call("POST", f"/update_weights_from_{source}", body, long=True)
-        return (await self._ask(MessageAnswer, call)).message
 
     async def kv_cache(self) -> KvCacheAnswer:
         """Return the size of the engine's KV cache, and the sizes that it can have now."""

@@ -10,24 +10,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import httpx
 
-from memsaver_server.client.calls import Calls
+from memsaver_server.client.calls import Caller, Calls
 from memsaver_server.client.requests import Call, Event, EventParser, parse_json
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-
-class _BlockingCalls(Calls):
-    """Calls that block: no coroutine of theirs ever waits, so each returns at its first step."""
-
-    _client = httpx.Client
-    _transport = httpx.HTTPTransport
-
-    async def _request(self, call: Call) -> httpx.Response:
-        return cast(httpx.Response, self._http.request(**self._target.options(call)))
-
-    async def _pause(self, seconds: float) -> None:
-        time.sleep(seconds)
 
 
 def _blocking(
@@ -35,9 +22,9 @@ def _blocking(
 ) -> Callable[Concatenate[Client, _P], _T]:
     @wraps(method)
     def call(client: Client, /, *arguments: _P.args, **options: _P.kwargs) -> _T:
-        coroutine = method(client._calls, *arguments, **options)
+        coroutine = method(cast(Calls, client), *arguments, **options)
         try:
-            coroutine.send(None)
+            coroutine.send(None)  # as _request and _pause block, no coroutine ever waits: it returns at its first step
         except StopIteration as returned:
             return cast(_T, returned.value)
         raise AssertionError(f"{method.__name__} waits")
@@ -45,29 +32,11 @@ def _blocking(
     return call
 
 
-def _made(make: Callable[_P, _BlockingCalls]) -> Callable[Concatenate[Client, _P], None]:
-    @wraps(make)
-    def __init__(client: Client, /, *arguments: _P.args, **options: _P.kwargs) -> None:
-        client._calls = make(*arguments, **options)
-
-    return __init__
-
-
-class Client(AbstractContextManager["Client"]):
+class Client(Caller, AbstractContextManager["Client"]):
     """As ``AsyncClient``, blocking. Safe to use from several threads."""
 
-    _calls: _BlockingCalls
-
-    __init__ = _made(_BlockingCalls)
-
-    @property
-    def address(self) -> str:
-        """The service's address, for messages."""
-        return self._calls.address
-
-    def key_of(self, operation_id: str) -> str | None:
-        """See ``AsyncClient.key_of``."""
-        return self._calls.key_of(operation_id)
+    _client = httpx.Client
+    _transport = httpx.HTTPTransport
 
     release = _blocking(Calls.release)
     start_release = _blocking(Calls.start_release)
@@ -95,10 +64,9 @@ class Client(AbstractContextManager["Client"]):
     def events(self, operation_id: str) -> Iterator[Event]:
         """Yield the events of one operation until it has ended. Raises UnreachableError if they end before it does."""
         parser = EventParser()
-        target, http = self._calls._target, self._calls._http
-        timeout = httpx.Timeout(target.timeout_s, read=None)
+        timeout = httpx.Timeout(self._target.timeout_s, read=None)
         try:
-            with http.stream("GET", f"/operations/{operation_id}/events", timeout=timeout) as response:
+            with self._http.stream("GET", f"/operations/{operation_id}/events", timeout=timeout) as response:
                 if not response.is_success:
                     response.read()
                     parse_json(response)
@@ -107,10 +75,16 @@ class Client(AbstractContextManager["Client"]):
                         yield event
                 parser.end()
         except httpx.RequestError as error:
-            raise target.unreachable(error) from error
+            raise self._target.unreachable(error) from error
 
     def close(self) -> None:
-        self._calls._http.close()
+        self._http.close()
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+    async def _request(self, call: Call) -> httpx.Response:
+        return cast(httpx.Response, self._http.request(**self._target.options(call)))
+
+    async def _pause(self, seconds: float) -> None:
+        time.sleep(seconds)
