@@ -156,8 +156,9 @@ class Connection:
             return self._result(answer)
         finally:
             if answer is not None:
-                self._unanswered.pop(answer, None)
-                _drop(answer)
+                del self._unanswered[answer]
+                answer.cancel()
+                answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which nobody logs
 
     async def _came(self, answer: asyncio.Future[Any], looks: int = _LOOKS) -> bool:
         """Whether ``answer`` comes before the engine counts as silent."""
@@ -218,12 +219,6 @@ def key_advice(status: int) -> str:
     """Return what to do about an engine's answer of this status, if that is about the coordinator's key."""
     where = "in the list of members, else that of MEMSAVER_ENGINE_API_KEY, else that of MEMSAVER_API_KEY"
     return f"; the coordinator's key for an engine is its api_key {where}" if status in (401, 403) else ""
-
-
-def _drop(task: asyncio.Future[Any]) -> None:
-    """Cancel a task whose result is not needed; asyncio then logs no error of it."""
-    task.cancel()
-    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
 class _Occupation(OccupationAnswer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -16,7 +16,7 @@ from memsaver_server.controller import Models
 from memsaver_server.http.auth import check_browser, check_key, has_valid_key, reads_only
 from memsaver_server.http.request_signing import has_valid_signature, is_signed
 from memsaver_server.http.requests import REFUSED, CallRoute, body_of, failures, fields_of, operated, plain
-from memsaver_server.http.service import ControllerOf, ServiceOf, service_of
+from memsaver_server.http.service import ControllerOf, ServiceOf, response_of, service_of
 from memsaver_server.operation.departure import CLIENT
 
 #: TensorRT-LLM's names of the tag ``weights``.
@@ -75,11 +75,13 @@ def router(models: Models) -> APIRouter:
         rows = await service.controller.rows(None)
         ours = frozenset[str]().union(*(row.tags for row in rows))
         tags = tuple("weights" if tag in WEIGHT_TAGS and tag not in ours else tag for tag in fields.tags)
-        answer = await service.answer(request, plain(fields, models.asked(verb), tags=tags))
-        body = json.loads(bytes(answer.body))
-        if answer.status_code != 200 or "seconds" not in body:  # nothing was moved yet
-            return answer
-        return JSONResponse({"status": "success", **body})
+        asked = plain(fields, models.asked(verb), tags=tags)
+        if asked.is_answered_early:
+            return await service.answer(request, asked)
+        operation = await service.operate(request, asked)
+        answer = service.controller.answer(operation)
+        status = {"status": "success"} if operation.status == "succeeded" else {}  # else nothing was moved yet
+        return response_of(replace(answer, body={**status, **answer.body}))
 
     @routes.post("/release_memory", responses=responses)
     async def release_memory(request: Request, service: ServiceOf, fields: Any = by_release) -> JSONResponse:
