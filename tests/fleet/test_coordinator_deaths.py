@@ -82,6 +82,19 @@ def test_engines_that_were_only_prepared_open_by_themselves(
     wait_until(lambda: all(is_there(site, "resume" if verb == "release" else "release") for site in sites.values()))
 
 
+def test_what_is_aborted_for_a_dead_coordinator_has_failed(sites: Sites, tmp_path: Path) -> None:
+    """The audit log and the metrics called it cancelled, which nobody had asked for."""
+    child = coordinator(sites, tmp_path, "release", 30)
+    kill_at(sites, child, *MOMENTS["the last is prepared"])
+    assert child.process.wait(600) == -9
+    audit, record = tmp_path / "audit.log", FileRecord(tmp_path / "record.json")
+    with served([site.member for site in sites.values()], record=record, audit_file=str(audit)):
+        wait_until(lambda: audit.read_text().endswith("\n"))
+    (line,) = map(json.loads, audit.read_text().splitlines())
+    assert line["outcome"] == "failed"
+    assert "the coordinator that had begun it is gone" in line["error"]
+
+
 @pytest.mark.guards("the coordinator of a fleet ended in the middle, and engines stayed closed")
 def test_a_commit_that_came_too_late_is_undone(coordinate: Callable[..., Fleet], sites: Sites, tmp_path: Path) -> None:
     child = coordinator(sites, tmp_path, "release", LEASE_S)

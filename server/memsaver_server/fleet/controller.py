@@ -32,7 +32,7 @@ from memsaver_core.contract.requests import (
 from memsaver_core.contract.status import HealthAnswer
 from memsaver_server.audit import AuditLog
 from memsaver_server.client.requests import path_of
-from memsaver_server.controller import Answer, Capability, Controller, EngineState, Models, kind_of
+from memsaver_server.controller import Answer, Capability, Controller, EngineState, Models
 from memsaver_server.fleet import results
 from memsaver_server.fleet.broadcast import answer_of, call_each
 from memsaver_server.fleet.budget import Place, add_needs
@@ -199,10 +199,8 @@ class FleetController(Controller[FleetOperation]):
                 await self._observer.look(names)
 
     def _record(self, operation: FleetOperation) -> None:
-        result = operation.result
-        outcome = kind_of(operation.error)
-        if result is not None:
-            outcome = "success" if result.success else next((each.kind for each in result.failed), "cancelled")
+        is_done = operation.status == "succeeded"
+        outcome = "success" if is_done else self.answer(operation).body["error"]["type"]
         counted = self._metrics.reconciled if operation.origin == "reconciler" else self._metrics.operations
         counted[operation.request.operation, outcome] += 1
         self._audit.record(operation, outcome)
