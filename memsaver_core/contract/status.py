@@ -287,14 +287,14 @@ class MemberRow(Model):
     host: str
     gpus: tuple[str, ...]
     alive: bool
+    state: str = Field(description="resident, released, mixed, failed, prepared; or unknown if it does not answer.")
+    wanted: Literal["released", "resident", "mixed", ""] = Field(description="What the record wants; empty: nothing.")
+    error: str = Field(description="Why it does not answer, or serves no request although it does; else empty.")
 
 
 class EngineRow(MemberRow):
-    """One engine now."""
+    """One engine now, with what it holds."""
 
-    state: str
-    wanted: str
-    error: str
     resident_bytes: int
     released_bytes: int
     requests: int = Field(description="In flight through this coordinator.")

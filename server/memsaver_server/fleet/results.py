@@ -91,12 +91,9 @@ class FleetOperationsAnswer(Model):
 
 
 class EngineStatus(MemberRow):
-    """One engine now. ``occupation`` is null if it does not answer; ``error`` says why, or why it serves no request
-    although it answers: it has failed, its content is lost, or its weights are not of the demanded version."""
+    """One engine now. ``occupation`` is null if it does not answer. One that answers serves no request if it has
+    failed, its content is lost, or its weights are not of the demanded version."""
 
-    state: str = Field(description="As in EngineResult.")
-    wanted: Literal["released", "resident", "mixed", ""] = Field(description="What the record wants; empty: nothing.")
-    error: str = ""
     occupation: OccupationAnswer | None = None
 
     @property
@@ -119,7 +116,7 @@ class EngineStatus(MemberRow):
             _, excluded = serves_nothing(occupation, version_for(member, record.demands))
             error = excluded or error
         return cls(
-            **{name: getattr(member, name) for name in MemberRow.model_fields if name != "alive"},
+            **{name: getattr(member, name) for name in Member.__dataclass_fields__ if name != "api_key"},
             alive=occupation is not None,
             state=state_of(occupation) if occupation is not None else "unknown",
             wanted=common(wish.state for wish in wishes_for(member, record.wanted, occupation).values()),
