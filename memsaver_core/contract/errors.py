@@ -77,14 +77,14 @@ class OutOfDeviceMemoryError(MemsaverError, kind="out_of_device_memory", status=
 
 
 class OutOfHostMemoryError(MemsaverError, kind="out_of_host_memory", status=507):
-    """Host memory for a backup is short. Nothing was unmapped."""
+    """Host memory for a backup is short. Nothing was unmapped, or all is resident again."""
 
     needed_bytes: int = 0  # that the backup needs
     free_bytes: int = 0  # that may still be used
 
 
 class DiskFullError(OutOfHostMemoryError, kind="disk_full"):
-    """The file system for backups is too small. Nothing was unmapped."""
+    """The file system for backups is too small. Nothing was unmapped, or all is resident again."""
 
 
 class DriverError(MemsaverError, kind="driver_error"):

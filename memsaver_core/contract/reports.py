@@ -52,8 +52,8 @@ class TagReport(Model):
     restore: str = Field(description="the policy that it was released under, else its own; mixed if its regions differ")
     state: str = Field(description="resident or released, after the operation")
     bytes: int = Field(default=0, description="live bytes under the tag, on all devices")
-    released_bytes: int = Field(default=0, description="that this release gave back to the driver")
-    resumed_bytes: int = Field(default=0, description="that this resume mapped")
+    released_bytes: int = Field(default=0, description="bytes that this release gave back to the driver")
+    resumed_bytes: int = Field(default=0, description="bytes that this resume mapped")
     backed_up_bytes: int = Field(default=0, description="content copied to host memory or disk by this release")
     unchanged_bytes: int = Field(default=0, description="content not copied, because the backup is still equal")
     shared_bytes: int = Field(
@@ -73,9 +73,13 @@ class OperationReport(Model):
     seconds: float = Field(default=0.0, description="duration of the whole call")
     released_bytes: int = 0
     resumed_bytes: int = 0
-    tags: tuple[TagReport, ...] = Field(default=(), description="of each requested tag; of all if none was named")
+    tags: tuple[TagReport, ...] = Field(
+        default=(), description="a row for each requested tag; for every tag if none was named"
+    )
     phases: tuple[PhaseReport, ...] = Field(default=(), description="its steps, in the order in which they ran")
-    devices: tuple[MeteredDelta, ...] = Field(default=(), description="before and after the whole call")
+    devices: tuple[MeteredDelta, ...] = Field(
+        default=(), description="memory of each device before and after the whole call"
+    )
 
 
 class ResizeReport(Model):
@@ -182,8 +186,8 @@ class FleetPlanAnswer(Model):
 
 
 class PreparedAnswer(PreparedState):
-    """An operation that waits for its commit: what it will do, and the estimate of how long that takes, if there was
-    one like it. ``message`` says how to go on."""
+    """An operation that waits for its commit. ``tags`` says what it will do; ``expected_s`` estimates how long that
+    takes, null if there was none like it; ``message`` says how to go on."""
 
     success: Literal[True] = True
     message: str

@@ -28,8 +28,8 @@ STATES: dict[OperationName, Literal["released", "resident"]] = {"release": "rele
 #: What a drain does to requests in flight: ``wait`` until they end; ``abort`` them, each with its output so far;
 #: ``keep`` (freeze) them until admission opens.
 DrainMode = Literal["wait", "abort", "keep"]
-#: What a resize of the KV cache does to requests that use what goes: ``wait`` until they end; ``preempt`` them, so that
-#: they are computed again.
+#: What a resize of the KV cache does to requests that use pages to be given back: ``wait`` until they end; ``preempt``
+#: them, so that they are computed again.
 CacheMode = Literal["wait", "preempt"]
 #: ``all``: every selected engine or none; ``best_effort``: what can be done, and the rest is listed.
 FleetMode = Literal["all", "best_effort"]
@@ -178,7 +178,8 @@ class OnTags(_Operation, Tagged):
         default=False, description="Do all but moving memory, answer, and wait for the commit or the lease's end."
     )
     lease_s: Annotated[float, Field(gt=0, le=3600), _IsNumber, Acts("caller", fleet=_PREPARED_BY_FLEET)] = Field(
-        default=DEFAULT_LEASE_S, description="With prepare: after how long it is undone without a commit."
+        default=DEFAULT_LEASE_S,
+        description="With prepare: the operation is undone if no commit comes within this time.",
     )
     dp_ranks: Annotated[
         DpRanks, Acts("service", fleet="a fleet releases and resumes whole servers; send dp_ranks to one of them")
@@ -266,7 +267,7 @@ class ResizeKvCache(_Operation):
         default=None, description="Room for at least so many tokens."
     )
     mode: Annotated[CacheMode, _Cache] = Field(
-        default="wait", description="Requests that use what goes: wait for their end, or preempt them."
+        default="wait", description="Requests that use pages to be given back: wait for their end, or preempt them."
     )
     timeout_s: Annotated[Seconds | None, replace(_Cache, waits_in=Phase.DRAIN)] = Field(
         default=None, description="Deadline of that wait; by default MEMSAVER_DRAIN_TIMEOUT_S."

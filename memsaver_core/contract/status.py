@@ -18,7 +18,7 @@ class DeviceMemory(Model):
     index: int = Field(description="torch's index of the device in this process, or the number of the host device")
     uuid: str = Field(description="the driver's identifier, independent of CUDA_VISIBLE_DEVICES")
     name: str
-    total_bytes: int = Field(description="what processes can use: less than the device has by what its driver reserves")
+    total_bytes: int = Field(description="the device's memory without what its driver reserves")
     used_bytes: int = Field(description="in use by all processes, as nvidia-smi shows it")
     process_bytes: int | None = Field(description="in use by this process; null if the driver does not say")
 
@@ -101,8 +101,8 @@ class CommunicatorStatus(Model):
     name: str = Field(description="the same on all of its ranks, and of no other communicator that a rank has")
     ranks: int = Field(description="how many ranks it has")
     rank: int = Field(description="this process's number among them")
-    suspendable_bytes: int = Field(default=0, description="that suspending it gives back; 0 while suspended")
-    suspended_bytes: int = Field(default=0, description="that it gave back and takes again; 0 unless suspended")
+    suspendable_bytes: int = Field(default=0, description="bytes that suspending it would give back; 0 while suspended")
+    suspended_bytes: int = Field(default=0, description="bytes that it gave back and takes again; 0 unless suspended")
     persistent_bytes: int = Field(default=0, description="device memory that stays")
     suspended: bool = False
     obstacle: str = Field(default="", description="why it cannot be suspended and what to do; empty if it can")
@@ -125,10 +125,10 @@ class SharedStoreStatus(Model):
     """The store of host memory that several processes use (``MEMSAVER_SHARED_BACKUPS``)."""
 
     name: str
-    processes: int = Field(description="that take part in it")
-    held_bytes: int = Field(description="of blocks that this process uses")
+    processes: int = Field(description="processes that take part in it")
+    held_bytes: int = Field(description="bytes of blocks that this process uses")
     share_bytes: int = Field(description="the same, each block divided by the number of processes that use it")
-    used_bytes: int = Field(description="of blocks that any process uses")
+    used_bytes: int = Field(description="bytes of blocks that any process uses")
     total_bytes: int = Field(description="its memory")
     limit_bytes: int = Field(description="the bound on its memory, for all processes together")
 

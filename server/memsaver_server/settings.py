@@ -76,7 +76,7 @@ class Settings(EnvironmentSettings):
     )
     verify_tokens: bool = Field(
         default=False,
-        description="Whether every resume is verified by the tokens of a fixed prompt, or only if a call asks for it.",
+        description="Whether the tokens of a fixed prompt verify every release and resume, or only if a call asks.",
     )
     history: int = Field(default=256, ge=1, description="Number of finished operations that are remembered.")
     max_body_bytes: int = Field(default=16 << 20, ge=1024, description="Size limit of request bodies.")

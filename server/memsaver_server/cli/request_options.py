@@ -134,7 +134,10 @@ class ResizeKvCache(Options):
     run_async: bool = Release.run_async
     tokens: int | None = typer.Option(None, "--tokens", help="Room for at least so many tokens.")
     mode: str | None = typer.Option(
-        None, "--mode", help="Requests that use what goes: wait for their end, or preempt them.", metavar="wait|preempt"
+        None,
+        "--mode",
+        help="Requests that use pages to be given back: wait for their end, or preempt them.",
+        metavar="wait|preempt",
     )
     timeout_s: float | None = typer.Option(
         None, "--timeout", help="Deadline of that wait; by default MEMSAVER_DRAIN_TIMEOUT_S.", metavar="SECONDS"

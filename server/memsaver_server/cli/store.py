@@ -27,7 +27,7 @@ Name = Annotated[
     str, typer.Argument(envvar="MEMSAVER_SHARED_BACKUPS", help="The store, as MEMSAVER_SHARED_BACKUPS names it.")
 ]
 Which = Annotated[
-    str, typer.Argument(help="The model, its last part, or the beginning of an id in the list.", metavar="WEIGHTS")
+    str, typer.Argument(help="The model, its last part, or the beginning of an id in the list.", metavar="MODEL")
 ]
 
 

@@ -30,8 +30,8 @@ def router(models: Models) -> APIRouter:
 
     @routes.post("/content_written", response_model=models.message, responses=failures(models.failures))
     async def content_written(controller: ControllerOf, fields: Any = by_tagged) -> JSONResponse:
-        """Say that content which a release had discarded was written, in a way that the service cannot see. Without
-        tags: all whose content is lost."""
+        """Report that content which a release had discarded was written again, in a way that the service cannot see.
+        Without tags: all content that is lost."""
         return response_of(await controller.written(fields, fields.tags))
 
     return routes
