@@ -39,6 +39,16 @@ class TokenizedGenerateReqInput:
     input_ids: list[int] = field(default_factory=list)
     max_new_tokens: int = 8
     http_worker_ipc: str | None = None
+    input_text: str | None = None
+    input_embeds: Any = None
+    mm_inputs: Any = None
+    token_type_ids: list[int] | None = None
+    sampling_params: Any = None
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    token_ids_logprob: list[int] | None = None
+    stream: bool = False
 
 
 @dataclass

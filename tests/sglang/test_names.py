@@ -28,7 +28,10 @@ def test_names_of_the_tokenizer_manager() -> None:
     lock = source("utils/aio_rwlock.py")
     assert "self._rwlock.acquire_writer()" in lock
     assert "async def release_writer(self)" in lock
-    assert '("get_internal_state", GetInternalStateReqOutput)' in source("managers/tokenizer_control_mixin.py")
+    control = source("managers/tokenizer_control_mixin.py")
+    assert '("get_internal_state", GetInternalStateReqOutput)' in control
+    for name in plugin.CALLS:
+        assert f"await self.{name}_communicator(obj)" in control
 
 
 def test_names_of_prefill_graphs() -> None:

@@ -488,6 +488,7 @@ class LoopEngine(LeadingLoop, Engine):
 
     def __init__(self, scheduler: Any) -> None:
         """Take over what ``scheduler`` receives. It must have passed ``check``, and its event loop must not run yet."""
+        self.name = scheduler.engine.lower()
         super().__init__(scheduler)
         several = gather(scheduler, self) if scheduler.topology.ranks > 1 else None
         self.memory: Memory = several or LOCAL_MEMORY

@@ -374,7 +374,6 @@ class SglangEngine(LimitedPages, base.LoopEngine):
     release ends the process if a request runs, and a resume if nothing is released; a weight update or a continuation
     touches memory that is released."""
 
-    name = "sglang"
     scheduler_class = SglangScheduler
     scheduler: SglangScheduler
 
@@ -382,6 +381,7 @@ class SglangEngine(LimitedPages, base.LoopEngine):
         own = self._own = scheduler.own
         self._messages = messages()
         self._admission = scheduler.admission
+        self.model_name = str(getattr(own.server_args, "model_path", ""))
         # Used in the scheduler's thread alone.
         self._frozen = False
         self._continuation: Any = None  # a request to continue generation that came while admission was closed
@@ -389,10 +389,6 @@ class SglangEngine(LimitedPages, base.LoopEngine):
         self._dispatcher = own._request_dispatcher
         own._request_dispatcher = self._dispatch
         super().__init__(scheduler)
-
-    @property
-    def model_name(self) -> str:
-        return str(getattr(self._own.server_args, "model_path", ""))
 
     # Methods of ``Engine``.
 
@@ -616,16 +612,12 @@ class VerificationPrompt:
         sampling = importlib.import_module("sglang.srt.sampling.sampling_params")
         parameters = sampling.SamplingParams(max_new_tokens=LENGTH, temperature=0.0, ignore_eos=True)
         parameters.normalize(None)
-        kind = messages().TokenizedGenerateReqInput
-        values = {
+        self.request = messages().TokenizedGenerateReqInput(
             # SGLang drops the answer to a health check if no client waits for it.
-            "rid": f"HEALTH_CHECK_memsaver_{uuid.uuid4().hex}", "input_text": None, "input_ids": array("q", PROMPT),
-            "input_embeds": None, "mm_inputs": None, "token_type_ids": None, "sampling_params": parameters,
-            "return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0, "token_ids_logprob": None,
-            "stream": False,
-        }  # fmt: skip
-        fields = getattr(kind, "__struct_fields__", None) or kind.__dataclass_fields__
-        self.request = kind(**{name: value for name, value in values.items() if name in fields})
+            rid=f"HEALTH_CHECK_memsaver_{uuid.uuid4().hex}", input_text=None, input_ids=array("q", PROMPT),
+            input_embeds=None, mm_inputs=None, token_type_ids=None, sampling_params=parameters,
+            return_logprob=False, logprob_start_len=-1, top_logprobs_num=0, token_ids_logprob=None, stream=False,
+        )  # fmt: skip
         self.tokens: Future[list[int]] = Future()
         self._running: Any = None
 

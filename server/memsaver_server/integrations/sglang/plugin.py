@@ -142,15 +142,11 @@ class SchedulerCallError(MemsaverError, kind="scheduler_call"):
 
 
 async def _raising(
-    call: str, original: Callable[..., Awaitable[None]], manager: Any, obj: Any, request: Any = None
+    call: str, _original: Callable[..., Awaitable[None]], manager: Any, obj: Any, request: Any = None
 ) -> None:
     """A hook around ``TokenizerManager``'s method ``call``, which by itself ignores the scheduler's answer."""
-    communicate = getattr(manager, f"{call}_communicator", None)
-    if communicate is None:
-        await original(manager, obj, request)
-        return
     manager.auto_create_handle_loop()
-    for output in await communicate(obj):
+    for output in await getattr(manager, f"{call}_communicator")(obj):
         if output.rid:
             raise SchedulerCallError(output.rid)
 

@@ -208,7 +208,6 @@ class TokenspeedEngine(base.LoopEngine):
     wait while memory is released, each with a lock that a weight update waits for; here all but a few are refused. Its
     own release has no deadline, fails if repeated, and ends the process if it fails; updates touch released memory."""
 
-    name = "tokenspeed"
     scheduler_class = TokenspeedScheduler
 
     def __init__(self, scheduler: TokenspeedScheduler) -> None:
