@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,9 +30,6 @@ WEIGHTS = "weights"
 #: Tags that every sleep keeps, whatever its level: vLLM cannot write their content again.
 KEPT = frozenset({RUNTIME, CUDA_GRAPH})
 
-#: The only tags that a wake-up by tags may leave asleep. All others come back with any wake-up.
-DEFERRABLE = frozenset({WEIGHTS, KV_CACHE})
-
 
 def switch() -> bool | None:
     """Return what ``MEMSAVER_VLLM`` says, None if it is not set; raise ConfigurationError if it is neither 1 nor 0."""
@@ -53,10 +50,12 @@ def is_wanted(model_config: Any) -> bool:
 @dataclass
 class WorkerConfig:
     """What was decided for the worker of this process: whether its memory is memsaver's; and, while the KV cache is
-    made, whether its tag is for the cache alone, or for all that is made."""
+    made, whether its tag is for the cache alone, or for all that is made. ``override`` is called in place of the next
+    release or resume by vLLM."""
 
     enabled: bool = False
     tags_cache_alone: bool = False
+    override: Callable[[], object] | None = None
 
 
 #: Of this process: vLLM has one worker in each.
@@ -64,21 +63,15 @@ worker_config = WorkerConfig()
 
 
 class MemsaverAllocator:
-    """Replaces vLLM's memory allocator. There is one in a process, made by ``CuMemAllocator.get_instance()``. Memory
-    allocated inside ``use_memory_pool(tag)`` is released by ``sleep`` and resumed at the same addresses by ``wake_up``,
-    in any order; they raise as ``memsaver_core.release`` and ``resume``."""
-
-    default_tag = "default"
+    """Replaces vLLM's memory allocator. There is one in a process, made by ``CuMemAllocator.get_instance()``. vLLM has
+    its backend of the sleep mode release and resume the memory that is allocated inside ``use_memory_pool(tag)``."""
 
     def __init__(self) -> None:
         self._graphs: ms.GraphPool | None = None
-        #: Called once, in place of the next ``sleep`` or ``wake_up``.
-        self.override: Callable[[], object] | None = None
 
     @contextmanager
-    def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
+    def use_memory_pool(self, tag: str) -> Iterator[None]:
         """Put what torch allocates inside under ``tag``; pools nest."""
-        tag = tag or self.default_tag
         with _without_expandable_segments(), ms.region(tag, restore=policy_of(tag), chunk_bytes=piece_bytes(tag)):
             yield
 
@@ -93,38 +86,6 @@ class MemsaverAllocator:
             self._graphs = ms.GraphPool(CUDA_GRAPH)
         return cast(tuple[int, int], self._graphs.id)
 
-    def sleep(self, offload_tags: Sequence[str] | str | None = None) -> None:
-        """Release every tag; keep the content of ``offload_tags``, and of tags that vLLM cannot write again."""
-        if self._overridden():
-            return
-        given = (self.default_tag,) if offload_tags is None else offload_tags
-        kept = frozenset((given,) if isinstance(given, str) else given)
-        ms.release(restore={tag: policy_at_sleep(tag, kept) for tag in process.known_tags()})
-
-    def discard(self, tags: Sequence[str] | str) -> None:
-        """Release ``tags`` without keeping their content. Tags that do not exist are ignored."""
-        known = process.known_tags()
-        names = [tag for tag in ((tags,) if isinstance(tags, str) else tags) if tag in known]
-        if names:
-            ms.release(names, restore={tag: policy_at_sleep(tag, frozenset()) for tag in names})
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Resume ``tags`` and every tag that is not deferrable; all tags if None."""
-        if self._overridden():
-            return
-        if tags is None:
-            ms.resume()
-            return
-        names = [tag for tag in process.known_tags() if tag in tags or tag not in DEFERRABLE]
-        if names:
-            ms.resume(names)
-
-    def _overridden(self) -> bool:
-        override, self.override = self.override, None
-        if override is not None:
-            override()
-        return override is not None
-
     def get_current_usage(self) -> int:
         """Return the bytes that vLLM itself put under tags, by which it sees if another engine is in this process."""
         ours = KEPT | {WORKSPACE}
@@ -134,8 +95,6 @@ class MemsaverAllocator:
         """Drop the pools of an engine that has ended. Memory that no tensor uses goes back to the driver."""
         self._graphs = None
         process.backend().forget_pools()
-
-    close = release_pools
 
 
 def vllm_allocator() -> MemsaverAllocator:
@@ -147,13 +106,6 @@ def vllm_allocator() -> MemsaverAllocator:
 def policy_of(tag: str) -> RestorePolicy:
     """Return the policy of regions of ``tag``. Tags that we do not know are discarded unless a sleep keeps them."""
     return policy_for(tag, RestorePolicy.HOST if tag in KEPT else None)
-
-
-def policy_at_sleep(tag: str, offloaded: frozenset[str]) -> RestorePolicy:
-    if tag in KEPT or tag in offloaded:
-        return RestorePolicy.HOST
-    policy = policy_of(tag)
-    return RestorePolicy.DISCARD if policy == RestorePolicy.HOST else policy
 
 
 @contextmanager

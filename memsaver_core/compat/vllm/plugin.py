@@ -250,7 +250,7 @@ class _WorkerRank(Rank):
     def _expect(self, options: MemoryRequest) -> None:
         """Have the worker's next sleep release as ``options`` say."""
         self._outcome = None
-        vllm_allocator().override = partial(self._release_asleep, options)
+        worker_config.override = partial(self._release_asleep, options)
 
     def _release_asleep(self, options: MemoryRequest) -> None:
         """Release inside the worker's sleep, which must not see the error: the service undoes the release."""
@@ -260,7 +260,7 @@ class _WorkerRank(Rank):
             self._outcome = Failure.of(error, self._failed_phase)
 
     def _take_outcome(self) -> Result:
-        vllm_allocator().override = None
+        worker_config.override = None
         outcome, self._outcome = self._outcome, None
         return outcome
 
@@ -277,15 +277,14 @@ class _WorkerRank(Rank):
         """Resume inside the worker's wake-up, which must see an error, so that it does not write what it has saved."""
         self._used = _notes(self.worker)
         reports: list[OperationReport] = []
-        ours = vllm_allocator()
-        ours.override = lambda: reports.append(self.followed(partial(ms.resume_with, options)))
+        worker_config.override = lambda: reports.append(self.followed(partial(ms.resume_with, options)))
         try:
             # If nothing stays asleep, tags are left out, so that vLLM knows.
             tags = options.tags
             part = tags and any(each.released_bytes and each.tag not in tags for each in ms.status().tags)
             self.worker.wake_up(list(tags) if part else None)
         finally:
-            ours.override = None
+            worker_config.override = None
         return reports[0] if reports else None
 
 
