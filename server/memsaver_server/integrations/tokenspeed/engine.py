@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -22,8 +21,9 @@ NAMES = (
     "_device._executor", "_device._thread", "_memory._kv_cache_release_allowed", "_memory._kv_repair",
     "_memory._reset_caches", "_memory._weights_busy", "_pause._abort_all_pending", "_pause.buffered_specs",
     "_pause.is_drain_pending", "_pause.released", "_pause.state", "attn_tp_cpu_group", "output_processor.rid_to_state",
-    "request_handler.grammar_manager", "request_handler.process_requests", "request_handler.recv_func",
-    "request_handler.recv_reqs", "request_handler.send_func", "scheduler", "server_args.mapping.attn",
+    "request_handler._drain_reqs", "request_handler.grammar_manager", "request_handler.process_requests",
+    "request_handler.recv_func", "request_handler.recv_reqs", "request_handler.send_func", "scheduler",
+    "server_args.mapping.attn", "server_args.nnodes", "shutdown_event",
 )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ class TokenspeedScheduler(base.Scheduler):
         yield from base.memory_obstacles(settings.enable_memory_saver, ADAPTER)
         if settings.mapping.attn.tp_size != settings.mapping.world_size:
             yield "its ranks are more than one tensor-parallel group; run a server for each group"
-        if getattr(settings, "nnodes", 1) > 1:
+        if settings.nnodes > 1:
             yield "its ranks are on several hosts"
         if settings.disaggregation_mode != "null":
             yield f"it is the {settings.disaggregation_mode} side of a disaggregated engine"
@@ -85,13 +85,12 @@ class TokenspeedScheduler(base.Scheduler):
 
     def lead(self, loop: base.LeadingLoop) -> base.IdleRest:
         handler = self.own.request_handler
-        socket = handler.recv_func
-        handler.recv_func = Receiver(socket, loop.handle)
+        receive, socket = handler._drain_reqs, handler.recv_func
+        handler._drain_reqs = lambda: loop.handle(receive())
         return base.IdleRest([getattr(socket, "_socket", socket)], self.has_nothing_to_do)
 
     def is_ending(self) -> bool:
-        ended = getattr(self.own, "shutdown_event", None)
-        return ended is not None and bool(ended.is_set())
+        return bool(self.own.shutdown_event.is_set())
 
     def is_still(self) -> bool:
         """Return whether no request runs, and no expert's weights move. In a drain prefixes must be forgotten as well,
@@ -177,30 +176,6 @@ class TokenspeedScheduler(base.Scheduler):
 
     def models(self) -> list[Any]:
         return [self.own._device._executor.model_runner.model]
-
-
-class Receiver:
-    """Replaces the socket that rank 0 reads: gives what ``handle`` returns for each batch of messages."""
-
-    def __init__(self, socket: Any, handle: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-        self._zmq = importlib.import_module("zmq")
-        self._messages = self._batches(socket, handle)
-
-    def recv_pyobj(self, flags: int) -> Any:
-        """Return the next message; raises ``zmq.Again`` at the end of a batch."""
-        if (message := next(self._messages)) is None:
-            raise self._zmq.Again
-        return message
-
-    def _batches(self, socket: Any, handle: Callable[[Sequence[Any]], Sequence[Any]]) -> Iterator[Any]:
-        """Give the messages of each batch, then None."""
-        while True:
-            received = []
-            with suppress(self._zmq.ZMQError):
-                while True:
-                    received.append(socket.recv_pyobj(self._zmq.NOBLOCK))
-            yield from handle(received)
-            yield None
 
 
 class TokenspeedEngine(base.LoopEngine):
