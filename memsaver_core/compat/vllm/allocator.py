@@ -15,7 +15,7 @@ import memsaver_core as ms
 from memsaver_core import process
 from memsaver_core.contract.errors import ConfigurationError
 from memsaver_core.contract.policies import RestorePolicy, policy_for
-from memsaver_core.resizing import KV_CACHE, piece_bytes
+from memsaver_core.resizing import piece_bytes
 
 SWITCH = "MEMSAVER_VLLM"
 BACKEND = "memsaver"
