@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -47,26 +46,19 @@ def is_wanted(model_config: Any) -> bool:
     return backend == BACKEND or (backend == "cumem" and switch() is True)
 
 
-@dataclass
-class WorkerConfig:
-    """What was decided for the worker of this process: whether its memory is memsaver's; and, while the KV cache is
-    made, whether its tag is for the cache alone, or for all that is made. ``override`` is called in place of the next
-    release or resume by vLLM."""
-
-    enabled: bool = False
-    tags_cache_alone: bool = False
-    override: Callable[[], object] | None = None
-
-
-#: Of this process: vLLM has one worker in each.
-worker_config = WorkerConfig()
-
-
 class MemsaverAllocator:
-    """Replaces vLLM's memory allocator. There is one in a process, made by ``CuMemAllocator.get_instance()``. vLLM has
-    its backend of the sleep mode release and resume the memory that is allocated inside ``use_memory_pool(tag)``."""
+    """Replaces vLLM's memory allocator. vLLM has its backend of the sleep mode release and resume the memory that is
+    allocated inside ``use_memory_pool(tag)``.
+
+    Attributes:
+        enabled: whether the memory of this process's worker is memsaver's.
+        tags_cache_alone: while the KV cache is made, whether its tag is for the cache alone, or for all that is made.
+        override: called in place of the next release or resume by vLLM.
+    """
 
     def __init__(self) -> None:
+        self.enabled = self.tags_cache_alone = False
+        self.override: Callable[[], object] | None = None
         self._graphs: ms.GraphPool | None = None
 
     @contextmanager
@@ -97,10 +89,8 @@ class MemsaverAllocator:
         process.backend().forget_pools()
 
 
-def vllm_allocator() -> MemsaverAllocator:
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    return cast(MemsaverAllocator, CuMemAllocator.get_instance())
+#: Of this process: vLLM has one worker in each.
+worker_memory = MemsaverAllocator()
 
 
 def policy_of(tag: str) -> RestorePolicy:

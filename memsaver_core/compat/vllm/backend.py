@@ -10,7 +10,7 @@ from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 import memsaver_core as ms
 from memsaver_core import process
-from memsaver_core.compat.vllm.allocator import KEPT, WEIGHTS, policy_of, worker_config
+from memsaver_core.compat.vllm.allocator import KEPT, WEIGHTS, policy_of, worker_memory
 from memsaver_core.contract.errors import UnsupportedError
 from memsaver_core.contract.policies import RestorePolicy
 from memsaver_core.resizing import KV_CACHE
@@ -84,5 +84,5 @@ def _resume(tags: list[str] | None) -> None:
 
 
 def _unless_overridden(move: Callable[[], object]) -> None:
-    override, worker_config.override = worker_config.override, None
+    override, worker_memory.override = worker_memory.override, None
     (override or move)()

@@ -14,7 +14,7 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core.compat.loading import LOAD_FORMAT, tensors_of, weights_key
-from memsaver_core.compat.vllm.allocator import worker_config
+from memsaver_core.compat.vllm.allocator import worker_memory
 
 logger = logging.getLogger("memsaver")
 
@@ -66,7 +66,7 @@ def _key(vllm_config: Any, model_config: Any) -> ms.WeightsKey | None:
         ranks=parallel.world_size * (parallel.data_parallel_size if divided else 1),
         program=f"vllm {version}, tensors, layers, experts in {sizes}",
     )
-    if key is not None and not worker_config.enabled:
+    if key is not None and not worker_memory.enabled:
         logger.warning("weights are not shared, because vLLM's sleep mode is not memsaver's")
         return None
     return key

@@ -1,5 +1,5 @@
 """The entry point that vLLM calls in each of its processes, and what it changes in a vLLM worker: see ``WRAPPERS``.
-Until ``worker_config`` enables memsaver, wrapped functions do what they did before. A version may lack some of them."""
+Until ``worker_memory`` enables memsaver, wrapped functions do what they did before. A version may lack some of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import memsaver_core as ms
 from memsaver_core import communicators, process
 from memsaver_core.compat.patching import Function, when_imported, wrap, wrap_in
 from memsaver_core.compat.vllm import allocator, asleep, cache_memory, core, loader
-from memsaver_core.compat.vllm.allocator import MemsaverAllocator, vllm_allocator, worker_config
+from memsaver_core.compat.vllm.allocator import MemsaverAllocator, worker_memory
 from memsaver_core.compat.vllm.asleep import weights_are_released
 from memsaver_core.contract.errors import ConfigurationError, UnsupportedError
 from memsaver_core.contract.reports import OperationReport
@@ -68,7 +68,7 @@ def _log_with_vllm(_module: ModuleType) -> None:
 
 def _if_enabled(wrapper: Function) -> Function:
     def call(original: Function, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs) if worker_config.enabled else original(*args, **kwargs)
+        return wrapper(original, *args, **kwargs) if worker_memory.enabled else original(*args, **kwargs)
 
     return call
 
@@ -80,7 +80,7 @@ def _under(tag: str | Callable[..., str | None]) -> Function:
         found = tag if isinstance(tag, str) else tag(*args, **kwargs)
         if found is None:
             return original(*args, **kwargs)
-        with vllm_allocator().use_memory_pool(found):
+        with worker_memory.use_memory_pool(found):
             return original(*args, **kwargs)
 
     return allocate
@@ -92,8 +92,8 @@ def _under(tag: str | Callable[..., str | None]) -> Function:
 def _decide_and_answer(module: ModuleType) -> None:
     def decide(init: Function, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         model_config = getattr(vllm_config, "model_config", None)
-        worker_config.enabled = allocator.is_wanted(model_config) and ms.enabled()
-        if worker_config.enabled:
+        worker_memory.enabled = allocator.is_wanted(model_config) and ms.enabled()
+        if worker_memory.enabled:
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # NCCL is not in use yet
         elif allocator.switch() and not getattr(model_config, "enable_sleep_mode", False):
             logger.warning(
@@ -118,13 +118,12 @@ def _add_backend(module: ModuleType) -> None:
 def _our_allocator(_get_instance: Function) -> MemsaverAllocator:
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    if not isinstance(CuMemAllocator.instance, MemsaverAllocator):
-        if CuMemAllocator.instance is not None:
-            raise ConfigurationError(
-                "vLLM's own allocator is in use in this process already; start the engine in a new one"
-            )
-        CuMemAllocator.instance = MemsaverAllocator()
-    return CuMemAllocator.instance
+    if CuMemAllocator.instance not in (None, worker_memory):
+        raise ConfigurationError(
+            "vLLM's own allocator is in use in this process already; start the engine in a new one"
+        )
+    CuMemAllocator.instance = worker_memory
+    return worker_memory
 
 
 def _make_cublas_workspaces() -> None:
@@ -132,7 +131,7 @@ def _make_cublas_workspaces() -> None:
     a stream's first matrix product, and captured graphs then hold their addresses."""
     if not process.backend().has_memory_pools:
         return
-    with vllm_allocator().use_memory_pool(allocator.WORKSPACE), torch.inference_mode():
+    with worker_memory.use_memory_pool(allocator.WORKSPACE), torch.inference_mode():
         square = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
         torch.mm(square, square)
         torch.nn.functional.linear(square, square, square[0])
@@ -169,11 +168,11 @@ def _with_cache_alone(initialize_from_config: Function, self: Any, *args: Any, *
     if context is None or not _tags_cache_alone(getattr(self, "model_runner", None)):
         return initialize_from_config(self, *args, **kwargs)
     self._maybe_get_memory_pool_context = lambda tag: context(allocator.RUNTIME if tag == KV_CACHE else tag)
-    worker_config.tags_cache_alone = True
+    worker_memory.tags_cache_alone = True
     try:
         return initialize_from_config(self, *args, **kwargs)
     finally:
-        worker_config.tags_cache_alone = False
+        worker_memory.tags_cache_alone = False
         del self._maybe_get_memory_pool_context
 
 
@@ -226,7 +225,7 @@ class _WorkerRank(Rank):
         self._used: dict[str, Any] = {}
 
     def enabled(self) -> bool:
-        return worker_config.enabled
+        return worker_memory.enabled
 
     def carry_out(self, request: protocol.Request) -> Result:
         used, self._used = self._used, {}
@@ -250,7 +249,7 @@ class _WorkerRank(Rank):
     def _expect(self, options: MemoryRequest) -> None:
         """Have the worker's next sleep release as ``options`` say."""
         self._outcome = None
-        worker_config.override = partial(self._release_asleep, options)
+        worker_memory.override = partial(self._release_asleep, options)
 
     def _release_asleep(self, options: MemoryRequest) -> None:
         """Release inside the worker's sleep, which must not see the error: the service undoes the release."""
@@ -260,7 +259,7 @@ class _WorkerRank(Rank):
             self._outcome = Failure.of(error, self._failed_phase)
 
     def _take_outcome(self) -> Result:
-        worker_config.override = None
+        worker_memory.override = None
         outcome, self._outcome = self._outcome, None
         return outcome
 
@@ -277,14 +276,14 @@ class _WorkerRank(Rank):
         """Resume inside the worker's wake-up, which must see an error, so that it does not write what it has saved."""
         self._used = _notes(self.worker)
         reports: list[OperationReport] = []
-        worker_config.override = lambda: reports.append(self.followed(partial(ms.resume_with, options)))
+        worker_memory.override = lambda: reports.append(self.followed(partial(ms.resume_with, options)))
         try:
             # If nothing stays asleep, tags are left out, so that vLLM knows.
             tags = options.tags
             part = tags and any(each.released_bytes and each.tag not in tags for each in ms.status().tags)
             self.worker.wake_up(list(tags) if part else None)
         finally:
-            worker_config.override = None
+            worker_memory.override = None
         return reports[0] if reports else None
 
 
@@ -307,7 +306,7 @@ def _notes(worker: Any) -> dict[str, Any]:
 
 def _cache_tag(*_: Any, **__: Any) -> str | None:
     # None while vLLM measures how much cache it needs.
-    return KV_CACHE if worker_config.tags_cache_alone else None
+    return KV_CACHE if worker_memory.tags_cache_alone else None
 
 
 def _workspace_tag(manager: Any, required_bytes: int = 0, *_: Any, **__: Any) -> str | None:
@@ -411,9 +410,7 @@ _RUNNER = {
 #: By module. One that a version of vLLM lacks is never imported.
 WRAPPERS: dict[str, dict[str, Function]] = {
     "vllm.device_allocator.cumem": {"CuMemAllocator.get_instance": _our_allocator},
-    "vllm.platforms.interface": {
-        "Platform.get_global_graph_pool": lambda _get, _platform: vllm_allocator().graph_pool()
-    },
+    "vllm.platforms.interface": {"Platform.get_global_graph_pool": lambda _get, _platform: worker_memory.graph_pool()},
     "vllm.v1.worker.gpu_model_runner": _RUNNER,
     "vllm.v1.worker.gpu.model_runner": _RUNNER,  # its successor
     "vllm.v1.worker.gpu.attn_utils": {"_allocate_kv_cache": _under(_cache_tag)},
