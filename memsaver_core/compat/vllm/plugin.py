@@ -110,9 +110,8 @@ def _decide_and_answer(module: ModuleType) -> None:
 def _add_backend(module: ModuleType) -> None:
     """Add our backend of the sleep mode, which is chosen by name or by ``MEMSAVER_VLLM``."""
     factory = module.SleepModeBackendFactory
-    if allocator.BACKEND not in factory._registry:
-        factory.register_backend(allocator.BACKEND, "memsaver_core.compat.vllm.backend", "MemsaverBackend")
-        wrap(factory, "create_backend", _if_enabled(lambda *_, **__: factory.get_backend_class(allocator.BACKEND)()))
+    factory.register_backend(allocator.BACKEND, "memsaver_core.compat.vllm.backend", "MemsaverBackend")
+    wrap(factory, "create_backend", _if_enabled(lambda *_, **__: factory.get_backend_class(allocator.BACKEND)()))
 
 
 def _our_allocator(_get_instance: Function) -> MemsaverAllocator:
