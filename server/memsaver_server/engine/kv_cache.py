@@ -87,12 +87,12 @@ class ElasticCache:
             DeviceRoom(index=each.index, needed_bytes=max(0, more), free_bytes=each.unused_bytes) for each in devices
         ]
         verb = "release" if more < 0 else "resume"
-        does = f"{verb} {readable(abs(more))} of kv_cache" if more else ""
-        if does and pages < cache.needed:
+        does = f"{verb} {readable(abs(more))} of kv_cache"
+        if pages < cache.needed:
             does += f", after requests on {readable((cache.needed - pages) * cache.page_bytes)} of it"
         tag = self._tag()
         planned = PlannedTag(tag=tag.tag, restore=tag.restore, bytes=abs(more))
-        return plan_answer("resize", does, [planned], blockers, rooms)
+        return plan_answer("resize", [planned], blockers, rooms, does=does)
 
     def fit(self, resume: Callable[[], OperationReport]) -> OperationReport:
         """Call ``resume``, which brings back the released cache, with as many pages as find room; return its report.

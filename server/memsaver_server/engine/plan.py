@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from memsaver_core.contract.errors import MemsaverError
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.reports import DeviceRoom, DiskRoom, PlanAnswer, PlannedTag, Room
-from memsaver_core.contract.requests import Asked, OperationName, Release, ResizeKvCache, Resume, Verb
+from memsaver_core.contract.requests import Asked, OperationName, Release, ResizeKvCache, Resume
 from memsaver_core.contract.status import DeviceMemory, Status, TagStatus
 from memsaver_core.ranks.plans import backup_rooms, device_rooms, most_for, planned_release
 from memsaver_server.engine.admission import failed_for_good
@@ -40,7 +40,7 @@ def plan_release(lifecycle: Lifecycle, request: Release) -> PlanAnswer:
         blockers.append(f"host memory: the backup may need {host.needed_bytes} bytes, {most} are free")
     if file.is_short:
         blockers.append(f"disk: the backup may need {file.needed_bytes} bytes, {file.free_bytes} are free")
-    return plan_answer("release", _does("release", tags), tags, blockers, host=host, file=file)
+    return plan_answer("release", tags, blockers, host=host, file=file)
 
 
 def plan_resume(lifecycle: Lifecycle, request: Resume, devices: Iterable[DeviceMemory]) -> PlanAnswer:
@@ -56,7 +56,7 @@ def plan_resume(lifecycle: Lifecycle, request: Resume, devices: Iterable[DeviceM
         PlannedTag(tag=tag.tag, restore=tag.restore, bytes=tag.released_bytes, loses_content=tag.tag in now.unwritten)
         for tag in tags
     ]
-    return plan_answer("resume", _does("resume", planned), planned, blockers, rooms)
+    return plan_answer("resume", planned, blockers, rooms)
 
 
 def expected_s(plan: PlanAnswer, recent: Iterable[Operation]) -> float | None:
@@ -74,19 +74,20 @@ def expected_s(plan: PlanAnswer, recent: Iterable[Operation]) -> float | None:
 
 def plan_answer(
     operation: OperationName,
-    does: str,
-    tags: Iterable[PlannedTag],
+    tags: Sequence[PlannedTag],
     blockers: list[str],
     devices: Sequence[DeviceRoom] = (),
     host: Room = _NO_ROOM,
     file: DiskRoom = _NO_DISK,
+    does: str = "",
 ) -> PlanAnswer:
-    """Return the plan of an operation that ``does`` this (empty: nothing), unless there are ``blockers``, or one of the
-    ``devices`` has too little room."""
+    """Return the plan of an operation that moves ``tags``, in words what it ``does``, unless there are ``blockers``, or
+    one of the ``devices`` has too little room."""
     for room in devices:
         if room.is_short:
             blockers.append(f"device {room.index}: {room.needed_bytes} bytes are needed, {room.free_bytes} are free")
-    would = f"would {does}" if does else f"nothing to {operation}"
+    moves = any(tag.bytes for tag in tags)
+    would = f"would {does or planned_text(operation, tags)}" if moves else f"nothing to {operation}"
     return PlanAnswer(
         message=f"dry run: would fail: {'; '.join(blockers)}" if blockers else f"dry run: {would}",
         operation=operation,
@@ -96,10 +97,6 @@ def plan_answer(
         file=file,
         devices=tuple(devices),
     )
-
-
-def _does(operation: Verb, tags: Iterable[PlannedTag]) -> str:
-    return planned_text(operation, tags) if any(tag.bytes for tag in tags) else ""
 
 
 def planned_text(operation: OperationName, tags: Iterable[PlannedTag]) -> str:
