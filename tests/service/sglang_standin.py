@@ -431,6 +431,7 @@ class Scheduler:
         self.req_to_token_pool = Pool()
         self.token_to_kv_pool_allocator = Pool()
         self.tree_cache = Tree()
+        self.weight_updater = SimpleNamespace(flush_cache=self.flush_cache, offload_tags=set())
         self.gracefully_exit = False
         self.waiting_queue: list[Req] = []
         self.running_batch = ScheduleBatch()

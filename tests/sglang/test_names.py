@@ -21,6 +21,11 @@ def test_names_of_requests() -> None:
     messages = source("managers/io_struct.py")
     for name in engine.MESSAGES:
         assert f"class {name}(" in messages, name
+    prompt = messages.partition("class TokenizedGenerateReqInput(")[2].partition("\nclass ")[0]
+    for name in ("input_embeds", "input_ids", "input_text", "logprob_start_len", "mm_inputs", "return_logprob"):
+        assert f"    {name}: " in prompt, name
+    for name in ("sampling_params", "stream", "token_ids_logprob", "token_type_ids", "top_logprobs_num"):
+        assert f"    {name}: " in prompt, name
 
 
 def test_names_of_the_tokenizer_manager() -> None:

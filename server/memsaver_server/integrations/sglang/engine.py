@@ -35,7 +35,8 @@ NAMES = (
     "memory_saver_adapter", "process_input_requests", "req_to_token_pool.clear", "request_receiver.input_blocker",
     "request_receiver.recv_requests", "return_health_check_ipcs", "running_batch", "server_args",
     "token_to_kv_pool_allocator.clear", "tp_worker.model_runner.model", "tree_cache.reset", "waiting_queue",
-    "world_group.cpu_group", "world_group.rank_in_group", "world_group.ranks", "world_group.world_size",
+    "weight_updater.flush_cache", "weight_updater.offload_tags", "world_group.cpu_group", "world_group.rank_in_group",
+    "world_group.ranks", "world_group.world_size",
 )  # fmt: skip
 
 #: The requests and answers that ``sglang.srt.managers.io_struct`` must have.
@@ -83,7 +84,6 @@ class SglangScheduler(base.Scheduler):
         self._limit: SchedulerPages | None = None  # once somebody has asked for it
         self.admission = RankAdmission(own, self._messages)
         self._is_first = False
-        self._released_tags: set[str] = set()  # SGLang's, see CLOSED
         self._deregistered: list[Any] = []  # queues of transfers
 
     @property
@@ -160,9 +160,7 @@ class SglangScheduler(base.Scheduler):
             recv_requests=partial(loop.beginning, own.request_receiver.recv_requests)
         )
         own.process_input_requests = lambda received: loop.process(received or (), process)
-        if (updater := getattr(own, "weight_updater", None)) is not None:
-            updater.flush_cache = self._flush_after_update
-            self._released_tags = getattr(updater, "offload_tags", set())
+        own.weight_updater.flush_cache = self._flush_after_update
         if getattr(own.server_args, "enable_hierarchical_cache", False):
             hangs = "SGLang's hierarchical cache is in use, with which a hibernated server has hung as it woke up"
             register_check(lambda: [f"{hangs}; start it without --enable-hierarchical-cache"])
@@ -224,7 +222,7 @@ class SglangScheduler(base.Scheduler):
         """Close admission on this rank; on the first one ``close_admission`` has done so."""
         if not self._is_first:
             self.admission.closed = (reason, hold)
-        self._released_tags.add(CLOSED)
+        self.own.weight_updater.offload_tags.add(CLOSED)
 
     def open(self) -> None:
         if not self._is_first:
@@ -232,7 +230,7 @@ class SglangScheduler(base.Scheduler):
         for queue in self._deregistered:
             queue.resume_memory_occupation()
         self._deregistered = []
-        self._released_tags.discard(CLOSED)
+        self.own.weight_updater.offload_tags.discard(CLOSED)
 
     def answer(self, output: Any, request: Any) -> None:
         """Answer one of SGLang's own calls: it awaits an answer of each rank that receives requests."""
