@@ -94,7 +94,7 @@ worker_memory = MemsaverAllocator()
 
 
 def policy_of(tag: str) -> RestorePolicy:
-    """Return the policy of regions of ``tag``. Tags that we do not know are discarded unless a sleep keeps them."""
+    """Return the policy of regions of ``tag``. Content under tags that we do not know is discarded."""
     return policy_for(tag, RestorePolicy.HOST if tag in KEPT else None)
 
 

@@ -10,7 +10,7 @@ from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 import memsaver_core as ms
 from memsaver_core import process
-from memsaver_core.compat.vllm.allocator import KEPT, WEIGHTS, policy_of, worker_memory
+from memsaver_core.compat.vllm.allocator import WEIGHTS, policy_of, worker_memory
 from memsaver_core.contract.errors import UnsupportedError
 from memsaver_core.contract.policies import RestorePolicy
 from memsaver_core.resizing import KV_CACHE
@@ -69,11 +69,7 @@ class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM is not in
 
 
 def _policy_at(level: int, tag: str) -> RestorePolicy:
-    """Return what a sleep at ``level`` keeps of ``tag``: what vLLM cannot write again, and at level 1 the weights."""
-    if tag in KEPT or (tag == WEIGHTS and level == 1):
-        return RestorePolicy.HOST
-    policy = policy_of(tag)
-    return RestorePolicy.DISCARD if policy == RestorePolicy.HOST else policy
+    return RestorePolicy.DISCARD if tag == WEIGHTS and level == 2 else policy_of(tag)
 
 
 def _resume(tags: list[str] | None) -> None:
