@@ -98,6 +98,7 @@ class Model:
         return {
             "weights": bool((runner.model.weight == self.weights).all()),
             "buffers": bool((runner.model.scale == 2.5).all()),
+            "kept parameters": bool((runner.model.kept == 3.5).all()),
             "kv_cache": all(bool((cache == 7).all()) for cache in runner.kv_caches),
             "kv_cache_zero": all(bool((cache == 0).all()) for cache in runner.kv_caches),
             "draft": bool((runner.draft_scale == 5).all()),
@@ -129,6 +130,7 @@ class Model:
         cache_memory.resize(self.worker.model_runner, BLOCKS)
         self.write_weights()
         self.worker.model_runner.model.scale.fill_(2.5)
+        self.worker.model_runner.model.kept.data.fill_(3.5)
         self.worker.model_runner.draft_scale.fill_(5)
         for cache in self.worker.model_runner.kv_caches:
             cache.fill_(7)
@@ -481,6 +483,7 @@ def test_level_1_keeps_all_but_the_cache(rank: Rank) -> None:
     assert rank.content() == {
         "weights": True,
         "buffers": True,
+        "kept parameters": True,
         "kv_cache": False,
         "kv_cache_zero": True,
         "draft": True,
@@ -720,7 +723,10 @@ def test_a_failed_resume_keeps_what_vllm_saved_at_level_2(group: list[Rank]) -> 
         memory.resume(Tagged())
         for rank in group:
             rank.write_weights()
-        assert all(content["buffers"] and content["draft"] for content in (rank.content() for rank in group))
+        for content in (rank.content() for rank in group):
+            assert content["buffers"]
+            assert content["draft"]
+            assert content["kept parameters"]
 
 
 @pytest.mark.guards("releasing everything failed after one tag had been released")

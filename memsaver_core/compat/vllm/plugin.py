@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -206,9 +207,9 @@ def _without_early_buffers(wake_up: Function, self: Any, tags: list[str] | None 
 # The worker as a rank: it answers ``collective_rpc("memsaver", args=(message,))`` by the rank protocol. A release runs
 # inside vLLM's own sleep, and a resume inside its wake-up, so that vLLM's state always fits the memory's.
 
-#: Attributes of ``Worker`` that a sleep at level 2 sets, and a wake-up uses once: the model's named buffers, and
-#: whether a draft model must compute its buffers again. A version may lack some of them.
-_NOTES = ("_sleep_saved_buffers", "_sleep_rebuild_draft_metadata_buffers")
+#: How the attributes of ``Worker`` begin that a sleep at level 2 sets and a wake-up uses once: buffers, parameters that
+#: are kept, and whether a draft model must compute its buffers again.
+_NOTES = ("_sleep_saved_", "_sleep_rebuild_")
 
 
 class _WorkerRank(Rank):
@@ -296,8 +297,9 @@ def _answer(worker: Any, message: Plain) -> Plain:
 
 
 def _notes(worker: Any) -> dict[str, Any]:
-    """Return the notes of the worker that it has not used; ``vars(worker).update(...)`` puts them back."""
-    return {name: note for name in _NOTES if (note := getattr(worker, name, None))}
+    """Return the notes of the worker that it has not used; ``vars(worker).update(...)`` puts them back. Copies, because
+    vLLM may clear its own in place."""
+    return {name: copy(note) for name, note in vars(worker).items() if name.startswith(_NOTES) and note}
 
 
 # Functions that return the tag for the allocations of a call; None if vLLM tags them itself, or there will be none.

@@ -21,6 +21,7 @@ class GPUModelRunner:
     def load_model(self) -> None:
         self.model = torch.nn.Linear(512, 512, bias=False)
         self.model.register_buffer("scale", torch.full((PAGE,), 2.5))
+        self.model.kept = torch.nn.Parameter(torch.full((PAGE,), 3.5), requires_grad=False)
         self.draft_scale = torch.full((PAGE,), 5.0)
 
     def get_model(self) -> torch.nn.Linear:

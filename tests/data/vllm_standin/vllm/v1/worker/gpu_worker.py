@@ -15,6 +15,7 @@ class Worker:
         self.model_runner: Any = None
         self._sleep_saved_buffers: dict[str, torch.Tensor] = {}
         self._sleep_rebuild_draft_metadata_buffers = False
+        self._sleep_saved_parameters: dict[str, torch.Tensor] = {}
         self._backend: Any = None
 
     def _get_sleep_mode_backend(self) -> Any:
@@ -65,6 +66,7 @@ class Worker:
             buffers = self.model_runner.model.named_buffers()
             self._sleep_saved_buffers = {name: buffer.clone() for name, buffer in buffers}
             self._sleep_rebuild_draft_metadata_buffers = True
+            self._sleep_saved_parameters = {"kept": self.model_runner.model.kept.detach().clone()}
         self._get_sleep_mode_backend().suspend(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -76,5 +78,8 @@ class Worker:
         if self._sleep_rebuild_draft_metadata_buffers:
             self.model_runner.draft_scale.copy_(self.model_runner.model.scale * 2)
             self._sleep_rebuild_draft_metadata_buffers = False
+        for saved in self._sleep_saved_parameters.values():
+            self.model_runner.model.kept.data.copy_(saved)
+        self._sleep_saved_parameters.clear()
         if tags is None or "kv_cache" in tags:
             self.model_runner.post_kv_cache_wake_up()
