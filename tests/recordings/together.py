@@ -394,6 +394,8 @@ def _paths(fleet: Fleet) -> list[Any]:
 
 def _pages(fleet: Fleet) -> list[Any]:
     scenario = fleet.scenario()
+    # The coordinator may have read the engines last in the middle of an earlier scenario.
+    wait_until(lambda: fleet.http.get("/livez").json()["state"] == "resident")
     for headers in ({"Sec-Fetch-Site": "cross-site"}, {"Origin": "http://site.example"}, {"Host": "site.example"}):
         scenario.call("POST /flush_cache", ABSENT, headers)
         scenario.call("GET /memory_status", ABSENT, headers)
