@@ -3,6 +3,7 @@
 #include "backup/block.hpp"
 #include "backup/file_store.hpp"
 #include "backup/host_pool.hpp"
+#include "backup/links.hpp"
 #include "backup/pipeline.hpp"
 #include "backup/shared_store.hpp"
 
@@ -46,9 +47,11 @@ class BackupStore {
       for (auto& [device, pipeline] : pipelines_) (void)pipeline.release();
       for (auto& [node, pool] : pools_) (void)pool.release();
       background_.abandon();
+      (void)lender_.release();
       return;
     }
     background_.join();
+    lender_.reset();
     pipelines_.clear();  // they use the pools and the files
   }
 
@@ -91,6 +94,15 @@ class BackupStore {
   }
   // Returns null if blocks are not shared with other processes.
   [[nodiscard]] SharedStore* shared() const { return shared_.get(); }
+  // Lends the link of `device`, which is idle, to other members of the store, until refuse_link().
+  void lend_link(int device) REQUIRES(operation_mutex) {
+    if (!shared_ || ended_) return;
+    if (!lender_) lender_ = std::make_unique<LinkLender>(driver_, *shared_, device);
+    lender_->lend();
+  }
+  void refuse_link() REQUIRES(operation_mutex) {
+    if (lender_) lender_->refuse();
+  }
   [[nodiscard]] const DigestKey& key() const { return key_; }
   [[nodiscard]] FileStore& files() { return files_; }
   [[nodiscard]] const FileStore& files() const { return files_; }
@@ -159,6 +171,7 @@ class BackupStore {
 
   // Lets no host memory be unpinned from now on: the process is ending, and its driver may be gone already.
   void end() noexcept EXCLUDES(mutex_) {
+    ended_ = true;
     const Lock lock(mutex_);
     for (const auto& [node, pool] : pools_) pool->end();
   }
@@ -217,6 +230,9 @@ class BackupStore {
   bool drop_wanted_ GUARDED_BY(operation_mutex) = false;
   std::set<int> packing_ GUARDED_BY(operation_mutex);  // devices for which packing is or was prepared
   std::vector<int> packing_wanted_ GUARDED_BY(operation_mutex);
+
+  std::atomic<bool> ended_{false};
+  std::unique_ptr<LinkLender> lender_;  // guarded by operation_mutex, except at the end
 
   mutable Mutex mutex_;
   std::map<int, std::unique_ptr<HostPool>> pools_ GUARDED_BY(mutex_);      // by NUMA node

@@ -53,10 +53,11 @@ struct ChunkRange {
 
 // Seconds of work by kind. Kinds overlap.
 struct PipelineSeconds {
-  double host_memory = 0;  // waiting for pinned memory
-  double digest = 0;       // waiting for digests
-  double copy = 0;         // waiting for copies and files
-  double driver = 0;       // mapping and unmapping
+  double host_memory = 0;   // waiting for pinned memory
+  double digest = 0;        // waiting for digests
+  double copy = 0;          // waiting for copies and files
+  double driver = 0;        // mapping and unmapping
+  double linked_bytes = 0;  // that came over links of other devices
 
   // Takes the larger value of each kind: the time of devices that work in parallel.
   void raise_to(const PipelineSeconds& other) {
@@ -64,6 +65,7 @@ struct PipelineSeconds {
     digest = std::max(digest, other.digest);
     copy = std::max(copy, other.copy);
     driver = std::max(driver, other.driver);
+    linked_bytes += other.linked_bytes;
   }
 };
 

@@ -1,4 +1,5 @@
 #include "backup/kept_content.hpp"
+#include "backup/links.hpp"
 #include "backup/pipeline.hpp"
 #include "support/crew.hpp"
 
@@ -11,6 +12,9 @@ constexpr std::size_t kSampleEvery = 16;
 // of the same block, so that it is there soon: 11.5 GB took 0.27 to 0.30 s (H100, 16 cores), in parts of 4 or 8 MiB
 // 0.32 to 0.41.
 constexpr std::size_t kReaders = 16;
+// Links are borrowed for at least so many blocks, and then so many are under way on the process's link at once.
+constexpr std::size_t kBorrowedFor = 8;
+constexpr std::size_t kOwnBlocks = 3;
 const std::size_t kPartBytes = kBlockBytes / 16;
 
 // Marks a block as not restored, and adds to the error what to do about it.
@@ -39,14 +43,20 @@ class Unpacking {
   // buffers several threads unpack it in host memory before this returns. Throws backup if this block or an earlier one
   // is damaged, out_of_host_memory or driver errors.
   void start(const ContentBlock& content, const std::vector<HostRange>& memory) {
+    if (pipeline_.packing.buffers() == 0) return unpack_on_host(content, memory);
+    const std::size_t packed_bytes = content.block->packed_bytes;
+    start(content, pipeline_.copies,
+          [&](Address buffer) { pipeline_.copy(Pipeline::Direction::to_device, buffer, {{0, packed_bytes}}, memory); });
+  }
+  // Likewise, with the packed content that `copy` queues on `stream` to the address of a buffer.
+  void start(const ContentBlock& content, Stream stream, const std::function<void(Address)>& copy) {
     Packing& packing = pipeline_.packing;
-    if (packing.buffers() == 0) return unpack_on_host(content, memory);
     const std::size_t packed_bytes = content.block->packed_bytes;
     const Extent& extent = content.block->extents.front();
     if (blocks_.size() == packing.buffers()) end_oldest();
     Packing::Buffer& buffer = packing.take();
-    pipeline_.copy(Pipeline::Direction::to_device, buffer.address, {{0, packed_bytes}}, memory);
-    pipeline_.record(pipeline_.copies)->hold(pipeline_.kernels);
+    copy(buffer.address);
+    pipeline_.record(stream)->hold(pipeline_.kernels);
     *buffer.result = 0;
     pipeline_.driver.unpack(pipeline_.device, {buffer.address, packed_bytes},
                             {content.base + extent.offset, extent.bytes}, buffer.result, pipeline_.kernels);
@@ -93,6 +103,109 @@ class Unpacking {
   std::vector<unsigned char> unpacked_;
 };
 
+// Owns the links that one restore borrows, and knows which blocks are on their way over them.
+class LinkedBlocks {
+ public:
+  // `arrived(block, from, stream)` queues on `stream` what becomes of a block that lies at `from` on a device;
+  // `lost(block)` restores one that a link has not brought. Throws driver errors.
+  LinkedBlocks(Pipeline& pipeline, std::function<void(std::size_t, Address, Stream)> arrived,
+               std::function<void(std::size_t)> lost)
+      : pipeline_(pipeline),
+        stream_(pipeline.driver, pipeline.device),
+        arrived_(std::move(arrived)),
+        lost_(std::move(lost)),
+        links_(BorrowedLink::all(pipeline.driver, *pipeline.store, pipeline.device)),
+        slots_(links_.size() * SharedLayout::Link::kSlots) {}
+  // Waits until nothing is under way.
+  ~LinkedBlocks() {
+    attempt("while waiting for borrowed links", [this] { pipeline_.record(stream_)->wait(); });
+  }
+
+  // Returns whether a link brings this block, content of the shared store.
+  [[nodiscard]] bool offer(std::size_t index, const Block& block) {
+    std::vector<SharedLayout::Link::Part> parts;
+    for (const auto& range : block.host) {
+      const auto part = pipeline_.store->part_of(range);
+      if (!part || parts.size() == kPieces) return false;
+      parts.push_back(*part);
+    }
+    const auto free = std::find_if(slots_.begin(), slots_.end(), [this](const auto& slot) {
+      return !slot.block && links_[link_of(slot)] != nullptr;
+    });
+    if (free == slots_.end()) return false;
+    free->block = index;
+    ++under_way_;
+    links_[link_of(*free)]->ask(number_of(*free), parts);
+    return true;
+  }
+  // Takes what has arrived, and restores what links that have ended will not bring.
+  void pump() {
+    for (auto& slot : slots_) {
+      if (!slot.block) continue;
+      BorrowedLink& link = *links_[link_of(slot)];
+      if (slot.taken) {
+        if (!slot.taken->done()) continue;
+        slot.taken.reset();
+        slot.block.reset();
+        --under_way_;
+        link.give(number_of(slot));
+      } else if (link.state(number_of(slot)) == BorrowedLink::Slot::there) {
+        progress_at_ = Clock::now();
+        arrived_(*slot.block, link.address(number_of(slot)), stream_);
+        slot.taken = pipeline_.record(stream_);
+      } else if (link.state(number_of(slot)) == BorrowedLink::Slot::refused || link.ended() ||
+                 Clock::now() - progress_at_ > kPatience) {
+        give_up(link_of(slot));
+        return;
+      }
+    }
+  }
+  // Returns whether a link is left, or a block under way.
+  [[nodiscard]] bool any() const {
+    return under_way_ > 0 ||
+           std::any_of(links_.begin(), links_.end(), [](const auto& link) { return link != nullptr; });
+  }
+  [[nodiscard]] bool empty() const { return under_way_ == 0; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::chrono::milliseconds kPatience{1000};  // for a block of a link
+
+  struct Slot {
+    std::optional<std::size_t> block;
+    Recorded taken;  // the slot is in use until this event
+  };
+
+  [[nodiscard]] std::size_t link_of(const Slot& slot) const { return index_of(slot) / SharedLayout::Link::kSlots; }
+  [[nodiscard]] std::size_t number_of(const Slot& slot) const { return index_of(slot) % SharedLayout::Link::kSlots; }
+  [[nodiscard]] std::size_t index_of(const Slot& slot) const { return static_cast<std::size_t>(&slot - slots_.data()); }
+
+  void give_up(std::size_t link) {
+    std::vector<std::size_t> lost;
+    for (auto& slot : slots_) {
+      if (!slot.block || link_of(slot) != link) continue;
+      if (slot.taken) {
+        slot.taken->wait();
+      } else {
+        lost.push_back(*slot.block);
+      }
+      slot = {};
+      --under_way_;
+    }
+    links_[link].reset();
+    for (const std::size_t block : lost) lost_(block);
+  }
+
+  Pipeline& pipeline_;
+  const OwnStream stream_;
+  const std::function<void(std::size_t, Address, Stream)> arrived_;
+  const std::function<void(std::size_t)> lost_;
+  std::vector<std::unique_ptr<BorrowedLink>> links_;  // null once given up
+  std::vector<Slot> slots_;                           // of each link after the other
+  std::size_t under_way_ = 0;
+  Clock::time_point progress_at_ = Clock::now();
+};
+
 // One Pipeline::restore(): acquires chunk after chunk, and copies and verifies blocks once they are mapped.
 class RestoreTask {
  public:
@@ -101,10 +214,15 @@ class RestoreTask {
       : pipeline_(pipeline), blocks_(blocks), chunks_(chunks), acquire_(acquire), verify_(verify) {}
 
   PipelineSeconds run() {
-    Cleanup on_failure([this] { pipeline_.quiesce(reads_); });
+    Cleanup on_failure([this] {
+      links_.reset();
+      pipeline_.quiesce(reads_);
+    });
+    borrow_links();
     const std::vector<std::size_t> packed = packed_first();
     prepare_bounce();
     for (const std::size_t i : packed) restore_chunk(i);
+    wait_for_links();
     unpacking_.end();
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
       if (restored_.count(i) == 0) restore_chunk(i);
@@ -193,6 +311,7 @@ class RestoreTask {
     const bool under_content = next_block_ < blocks_.size() && chunk.contains(blocks_[next_block_]);
     try {
       driver_.fill_zero(device_, chunk.address, chunk.bytes, under_content ? pipeline_.copies : pipeline_.kernels);
+      if (under_content && links_) zeros_ = pipeline_.record(pipeline_.copies);
     } catch (Error& error) {
       throw error.with_tag(chunk.tag).with_address(chunk.address).with_bytes(chunk.bytes);
     }
@@ -225,15 +344,81 @@ class RestoreTask {
       }
       if (!reads_.empty() && reads_.front().block == &block) {
         restore_from_read(content);
+      } else if (comes_over_a_link(index)) {
+        return;
       } else {
-        pin(block);
-        start_copy(content, block.host);
+        return copy_block(index);
       }
-      content.outcome = ContentBlock::Outcome::copied;
-      progress_.copied_bytes += block.content_bytes();
+      note_copied(index);
+      return;
     }
     progress_.done_bytes += block.content_bytes();
     if (is_checked(block)) add_to_window(index);
+  }
+  // Copies a block over the link of this device.
+  void copy_block(std::size_t index) {
+    pin(*blocks_[index].block);
+    start_copy(blocks_[index], blocks_[index].block->host);
+    if (links_) own_.push_back(pipeline_.record(pipeline_.copies));
+    note_copied(index);
+  }
+  void note_copied(std::size_t index) {
+    ContentBlock& content = blocks_[index];
+    content.outcome = ContentBlock::Outcome::copied;
+    progress_.copied_bytes += content.block->content_bytes();
+    progress_.done_bytes += content.block->content_bytes();
+    if (is_checked(*content.block)) add_to_window(index);
+  }
+
+  // Borrows links, if other members of the store lend some and there is enough content in it.
+  void borrow_links() {
+    const auto blocks = std::count_if(blocks_.begin(), blocks_.end(), [this](const auto& content) {
+      return content.block->shared && content.block->kept == Kept::host && !passes(*content.block);
+    });
+    if (static_cast<std::size_t>(blocks) < kBorrowedFor) return;
+    links_ = std::make_unique<LinkedBlocks>(
+        pipeline_, [this](std::size_t index, Address from, Stream stream) { take(index, from, stream); },
+        [this](std::size_t index) { copy_block(index); });
+    if (!links_->any()) links_.reset();
+  }
+  // Waits until the own link or another one is free for this block. Returns whether it is another one.
+  [[nodiscard]] bool comes_over_a_link(std::size_t index) {
+    const Block& block = *blocks_[index].block;
+    if (!block.shared || block.kept_bytes() < kBlockBytes / 4) return false;
+    while (links_) {
+      links_->pump();
+      if (links_->offer(index, block)) return true;
+      while (!own_.empty() && own_.front()->done()) own_.pop_front();
+      if (own_.size() < kOwnBlocks || !links_->any()) return false;
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+    return false;
+  }
+  // Queues the rest of the way of a block that a link has brought.
+  void take(std::size_t index, Address from, Stream stream) {
+    const ContentBlock& content = blocks_[index];
+    if (zeros_) zeros_->hold(stream);
+    if (content.block->packed_bytes != 0 && pipeline_.packing.buffers() > 0) {
+      unpacking_.start(content, stream, [&](Address buffer) {
+        driver_.copy_on_device(device_, buffer, from, content.block->packed_bytes, stream);
+      });
+    } else if (content.block->packed_bytes != 0) {
+      return copy_block(index);
+    } else {
+      for (const auto& extent : content.block->extents) {
+        driver_.copy_on_device(device_, content.base + extent.offset, from, extent.bytes, stream);
+        from += extent.bytes;
+      }
+      pipeline_.record(stream)->hold(pipeline_.kernels);
+    }
+    seconds_.linked_bytes += static_cast<double>(content.block->kept_bytes());
+    note_copied(index);
+  }
+  void wait_for_links() {
+    while (links_ && !links_->empty()) {
+      links_->pump();
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
   }
 
   void restore_from_read(const ContentBlock& content) {
@@ -357,6 +542,8 @@ class RestoreTask {
   }
 
   void finish() {
+    wait_for_links();
+    links_.reset();
     submit_window();
     while (digests_ != nullptr && !digests_->empty()) check_oldest_window();
     const Stopwatch watch(seconds_.copy);
@@ -390,6 +577,9 @@ class RestoreTask {
   std::deque<std::size_t> checked_;  // blocks whose digests are under way, or in the window
   PipelineSeconds seconds_;
   Unpacking unpacking_{pipeline_, seconds_};
+  std::unique_ptr<LinkedBlocks> links_;  // null without
+  std::deque<Recorded> own_;             // the blocks under way on the link of this device
+  Recorded zeros_;                       // the last zeros under content
 };
 
 }  // namespace

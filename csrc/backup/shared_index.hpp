@@ -33,11 +33,29 @@ inline constexpr std::size_t kPieces = 8;  // of one block at most: a block also
 // slabs; a hole in the file takes no memory. Each change becomes valid by one store of an atomic, so a process may be
 // killed at any instant; the fields marked "computed" then follow from the others, and are computed anew.
 struct SharedLayout {
+  // How a member lends the link of its device (backup/links.hpp). Only its borrower asks, only the member answers.
+  struct Link {
+    static constexpr std::size_t kSlots = 4;
+    struct Part {
+      std::uint64_t slab, offset, bytes;
+    };
+    struct Slot {
+      enum State : std::uint32_t { free, asked, taken, there, refused };
+      std::atomic<std::uint32_t> state;
+      std::uint32_t parts;
+      Part part[kPieces];
+    };
+    std::atomic<std::uint32_t> lends;
+    std::atomic<std::uint32_t> asked;  // a futex: counts what the borrower has asked for
+    char device[48];                   // its identifier
+    Slot slots[kSlots];
+  };
   struct Member {
     enum Kind : std::uint32_t { none, engine, keeper };
     pthread_mutex_t alive;              // the liveness mutex: held by a thread of the process as long as it is a member
     std::atomic<std::uint32_t> joined;  // a Kind
     std::atomic<std::uint32_t> process;  // its id
+    Link link;
   };
   struct Slab {
     enum State : std::uint32_t { absent, making, present, freeing };
@@ -128,6 +146,7 @@ class SharedIndex {
       step("join: alive");
       member_ = i;
       member.process = static_cast<std::uint32_t>(getpid());
+      member.link.lends = 0;
       set(member.joined, std::uint32_t{kind}, "join: joined");
       return true;
     }
@@ -365,14 +384,25 @@ class SharedIndex {
     layout_.slabs[others.front()].mapped |= me();
     return others.front();
   }
-  // Notes that this member unmaps the complete slabs in which no part of `entries` lies, and returns those slabs.
-  [[nodiscard]] std::vector<std::uint32_t> unmap_unneeded(const std::vector<std::uint32_t>& entries) REQUIRES(mutex) {
+  // Notes that this member maps the complete slabs that hold anything, and returns those that it did not map before.
+  [[nodiscard]] std::vector<std::uint32_t> map_used() REQUIRES(mutex) {
+    const auto used = present_slabs([this](std::uint32_t, const Slab& slab) {
+      return (slab.mapped & me()) == 0 && slab.free_grains < slab.grains;
+    });
+    for (const std::uint32_t index : used) layout_.slabs[index].mapped |= me();
+    return used;
+  }
+  // Notes that this member unmaps the complete slabs in which no part of `entries` lies (with `empty` only those that
+  // hold nothing), and returns those slabs.
+  [[nodiscard]] std::vector<std::uint32_t> unmap_unneeded(const std::vector<std::uint32_t>& entries, bool empty = false)
+      REQUIRES(mutex) {
     std::set<std::uint32_t> needed;
     for (const std::uint32_t entry : entries) {
       for (const auto& piece : pieces_of(entry)) needed.insert(piece.slab);
     }
-    const std::vector<std::uint32_t> unneeded = present_slabs(
-        [&](std::uint32_t index, const Slab& slab) { return (slab.mapped & me()) != 0 && needed.count(index) == 0; });
+    const std::vector<std::uint32_t> unneeded = present_slabs([&](std::uint32_t index, const Slab& slab) {
+      return (slab.mapped & me()) != 0 && needed.count(index) == 0 && (!empty || slab.free_grains == slab.grains);
+    });
     for (const std::uint32_t index : unneeded) layout_.slabs[index].mapped &= ~me();
     return unneeded;
   }
@@ -402,6 +432,22 @@ class SharedIndex {
     ++layout_.changes;
     syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&layout_.changes), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
+
+  // Returns the link of this member, and those that members on other devices lend.
+  [[nodiscard]] SharedLayout::Link& link() const { return layout_.members[member_].link; }
+  [[nodiscard]] std::vector<std::pair<std::uint32_t, SharedLayout::Link*>> lent_links(const std::string& device) const {
+    std::vector<std::pair<std::uint32_t, SharedLayout::Link*>> links;
+    std::set<std::string> devices{device};
+    for (std::uint32_t i = 0; i < kMembers; ++i) {
+      SharedLayout::Link& link = layout_.members[i].link;
+      const std::string other(link.device, strnlen(link.device, sizeof link.device));
+      if (i != member_ && layout_.members[i].joined != 0 && link.lends != 0 && devices.insert(other).second) {
+        links.emplace_back(i, &link);
+      }
+    }
+    return links;
+  }
+  [[nodiscard]] std::uint32_t member() const { return member_; }
 
   [[nodiscard]] std::size_t slab_bytes() const { return layout_.slab_bytes; }
   [[nodiscard]] std::size_t used_bytes() const { return layout_.used_bytes; }

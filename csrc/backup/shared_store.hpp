@@ -256,6 +256,43 @@ class SharedStore {
     return std::all_of(slabs_.begin(), slabs_.end(),
                        [&](const auto& each) { return each.second.pinned() || !contains_any(each.second, ranges); });
   }
+  // The links of members (backup/links.hpp).
+  [[nodiscard]] const StoreSockets& sockets() const { return sockets_; }
+  [[nodiscard]] const SharedIndex& index() const { return *index_; }
+  // Maps and pins the memory of the store that holds anything, and unmaps what holds nothing any more. Throws
+  // out_of_host_memory or driver errors: a part is pinned.
+  void pin_used() {
+    Slabs empty;
+    std::vector<std::uint32_t> used;
+    {
+      const Lock no_other(map_mutex_);
+      const Lock not_pinned(pin_mutex_);
+      if (!lock_index()) return;
+      const Lock index(index_->mutex, std::adopt_lock);
+      used = index_->map_used();
+      empty = take_out(index_->unmap_unneeded({}, true));
+    }
+    unmap(std::move(empty));
+    for (const std::uint32_t slab : used) map(slab);
+    pin_if([](std::uint32_t, const HostMapping&) { return true; });
+  }
+  // Returns where memory of the store lies, for other members.
+  [[nodiscard]] std::optional<SharedLayout::Link::Part> part_of(const HostRange& range) const EXCLUDES(mutex_) {
+    const Lock lock(mutex_);
+    for (const auto& [index, slab] : slabs_) {
+      if (range.address - slab.address() < slab.bytes()) return {{index, range.address - slab.address(), range.bytes}};
+    }
+    return std::nullopt;
+  }
+  // Returns the address of a part in this process; null unless it is pinned.
+  [[nodiscard]] const void* pinned_at(const SharedLayout::Link::Part& part) const EXCLUDES(mutex_) {
+    const Lock lock(mutex_);
+    const auto found = slabs_.find(static_cast<std::uint32_t>(part.slab));
+    if (found == slabs_.end() || !found->second.pinned()) return nullptr;
+    const HostMapping& slab = found->second;
+    const bool inside = part.offset <= slab.bytes() && part.bytes <= slab.bytes() - part.offset;
+    return inside ? static_cast<const char*>(slab.data()) + part.offset : nullptr;
+  }
   // Makes and pins memory in the background for `bytes` beyond what this process uses, as far as others leave some.
   void prepare_beyond(std::size_t bytes) {
     target_ = bytes + status().held_bytes;

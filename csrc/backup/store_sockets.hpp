@@ -84,6 +84,46 @@ class StoreSockets {
   }
   // Ends serve(), in any thread, and refuses connections from now on.
   void stop() { shutdown(listener_, SHUT_RDWR); }
+
+  // The link of a member. These are of one other thread each, and return -1 if the system refuses.
+  [[nodiscard]] int offer_link(std::uint32_t member) const {
+    int file = open_socket(SOCK_NONBLOCK);
+    if (file < 0 || !at_name(bind, file, link_name(member)) || ::listen(file, 1) != 0) close_and_forget(file);
+    return file;
+  }
+  // Returns a connection of this user's processes to an offer(); -1 if there is none within `timeout`.
+  [[nodiscard]] static int accept_link(int offer, std::chrono::milliseconds timeout) {
+    if (!readable(offer, timeout)) return -1;
+    int client = accept4(offer, nullptr, nullptr, SOCK_CLOEXEC);
+    if (client >= 0 && !is_of_this_user(client)) close_and_forget(client);
+    return client;
+  }
+  // Returns a connection to a member that lends its link, and the descriptor that it sends within `timeout`.
+  [[nodiscard]] std::pair<int, int> borrow_link(std::uint32_t member, std::chrono::milliseconds timeout) const {
+    int connection = open_socket(SOCK_NONBLOCK);  // others may wait for the same link
+    int file = -1;
+    if (connection >= 0 && at_name(connect, connection, link_name(member)) && is_of_this_user(connection) &&
+        readable(connection, timeout)) {
+      file = receive_descriptor(connection);
+    }
+    if (file < 0) close_and_forget(connection);
+    return {connection, file};
+  }
+  // Returns whether there is something to read, or the other end is closed, within `timeout`.
+  [[nodiscard]] static bool readable(int socket, std::chrono::milliseconds timeout) {
+    pollfd waiting{socket, POLLIN, 0};
+    return poll(&waiting, 1, static_cast<int>(timeout.count())) > 0;
+  }
+  static void send_descriptor(int socket, int file) {
+    Message message;
+    cmsghdr* const header = CMSG_FIRSTHDR(&message.header);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof file);
+    std::memcpy(CMSG_DATA(header), &file, sizeof file);
+    (void)!sendmsg(socket, &message.header, MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
+
   // Closes all sockets: a forked child must keep no name.
   void close_all() {
     close_and_forget(lock_);
@@ -112,6 +152,8 @@ class StoreSockets {
     return call(file, reinterpret_cast<const sockaddr*>(&address), bytes) == 0;
   }
 
+  [[nodiscard]] std::string link_name(std::uint32_t member) const { return prefix_ + "link/" + std::to_string(member); }
+
   static int open_socket(int flags = 0) { return socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | flags, 0); }
 
   static milliseconds left_until(Clock::time_point until) {
@@ -137,16 +179,6 @@ class StoreSockets {
       header.msg_controllen = sizeof control;
     }
   };
-
-  static void send_descriptor(int socket, int file) {
-    Message message;
-    cmsghdr* const header = CMSG_FIRSTHDR(&message.header);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(sizeof file);
-    std::memcpy(CMSG_DATA(header), &file, sizeof file);
-    (void)!sendmsg(socket, &message.header, MSG_NOSIGNAL | MSG_DONTWAIT);
-  }
 
   static int receive_descriptor(int socket) {
     Message message;

@@ -404,6 +404,9 @@ class CudaDriver final : public Driver {
   void copy_to_device(int index, Address to, const void* from, std::size_t bytes, Stream stream) override {
     call(index, api_.copy_to_device_async, to, from, bytes, stream);
   }
+  void copy_on_device(int index, Address to, Address from, std::size_t bytes, Stream stream) override {
+    call(index, api_.copy_on_device_async, to, from, bytes, stream);
+  }
   void fill_zero(int index, Address address, std::size_t bytes, Stream stream) override {
     call(index, api_.memset_async, address, 0, bytes, stream);
   }

@@ -116,6 +116,7 @@ struct EntryPoint<Result(Parameters...)> {
   X(mem_set_access, "cuMemSetAccess", 10020, (DevicePointer, std::size_t, const AccessDescriptor*, std::size_t))   \
   X(copy_to_host_async, "cuMemcpyDtoHAsync", 3020, (void*, DevicePointer, std::size_t, Stream))                    \
   X(copy_to_device_async, "cuMemcpyHtoDAsync", 3020, (DevicePointer, const void*, std::size_t, Stream))            \
+  X(copy_on_device_async, "cuMemcpyDtoDAsync", 3020, (DevicePointer, DevicePointer, std::size_t, Stream))          \
   X(memset_async, "cuMemsetD8Async", 3020, (DevicePointer, unsigned char, std::size_t, Stream))                    \
   X(stream_create, "cuStreamCreate", 2000, (Stream*, unsigned))                                                    \
   X(stream_destroy, "cuStreamDestroy", 4000, (Stream))                                                             \

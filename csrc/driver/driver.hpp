@@ -83,6 +83,8 @@ class Driver {
   // These are asynchronous. Copies run at the link's speed if the host range lies within one registered range.
   virtual void copy_to_host(int device, void* to, Address from, std::size_t bytes, Stream stream) = 0;
   virtual void copy_to_device(int device, Address to, const void* from, std::size_t bytes, Stream stream) = 0;
+  // Either range may lie in memory that another device's process exported.
+  virtual void copy_on_device(int device, Address to, Address from, std::size_t bytes, Stream stream) = 0;
   virtual void fill_zero(int device, Address address, std::size_t bytes, Stream stream) = 0;
   // Digests item i into results[i], asynchronously: both stay in registered memory meanwhile. Only if has_digest().
   virtual void digest(int device, const DigestKey& key, const DigestItem* items, std::size_t count, Digest* results,

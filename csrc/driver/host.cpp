@@ -202,6 +202,9 @@ class HostDriver final : public Driver {
   void copy_to_device(int, Address to, const void* from, std::size_t bytes, Stream) override {
     std::memcpy(pointer(to), from, bytes);
   }
+  void copy_on_device(int, Address to, Address from, std::size_t bytes, Stream) override {
+    std::memcpy(pointer(to), pointer(from), bytes);
+  }
   void fill_zero(int, Address address, std::size_t bytes, Stream) override { std::memset(pointer(address), 0, bytes); }
   void digest(int, const DigestKey& key, const DigestItem* items, std::size_t count, Digest* results, Stream) override {
     for (std::size_t i = 0; i < count; ++i) results[i] = digest_on_host(key, items[i]);

@@ -51,9 +51,10 @@ class Saver::Operation {
     saver_.check_process();
     const Lock one_at_a_time(saver_.backups_.operation_mutex);
     saver_.check_usable();
+    saver_.backups_.refuse_link();
     OperationResult result;
     {
-      const Cleanup at_end([this] { end(); });
+      const Cleanup at_end([this]() REQUIRES(saver_.backups_.operation_mutex) { end(); });
       try {
         saver_.physical_.retry(true);
         saver_.backups_.clean_up();
@@ -309,7 +310,7 @@ class Saver::Operation {
     }
   }
 
-  void end() {
+  void end() REQUIRES(saver_.backups_.operation_mutex) {
     saver_.progress_.end();
     std::vector<std::pair<Arena*, std::vector<Chunk>>> freed;
     {
@@ -320,6 +321,16 @@ class Saver::Operation {
     }
     for (const auto& [arena, chunks] : freed) saver_.physical_.give_back(*arena, chunks);
     saver_.backups_.flush();
+    if (const auto device = idle_device()) saver_.backups_.lend_link(*device);
+  }
+  // Returns the device of this process, if it has one and no memory under any tag is resident.
+  [[nodiscard]] std::optional<int> idle_device() const EXCLUDES(saver_.map_.mutex) {
+    const std::vector<int> devices = saver_.map_.devices();
+    const Lock lock(saver_.map_.mutex);
+    const auto arenas = saver_.map_.select({});
+    const bool idle =
+        std::all_of(arenas.begin(), arenas.end(), [](const Arena* arena) { return arena->chunks().empty(); });
+    return devices.size() == 1 && idle ? std::optional(devices.front()) : std::nullopt;
   }
 
   [[nodiscard]] OperationResult result() const EXCLUDES(saver_.map_.mutex) {

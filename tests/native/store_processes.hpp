@@ -55,8 +55,8 @@ struct Part {
     const auto data = content(seed, bytes);
     auto answer = store.find_or_claim(digest_of(store.key(), data), bytes, alone);
     // A process that does not run while it changes the index makes others find no room.
-    for (int tries = 0; answer.found == SharedStore::Found::awaited ||
-                        (answer.found == SharedStore::Found::no_room && ++tries < 600);
+    for (int tries = 0;
+         answer.found == SharedStore::Found::awaited || (answer.found == SharedStore::Found::no_room && ++tries < 600);
          answer = store.find_or_claim(digest_of(store.key(), data), bytes)) {
       store.wait_for_change(store.changes());
     }

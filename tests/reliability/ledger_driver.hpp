@@ -255,6 +255,10 @@ class LedgerDriver final : public Driver {
     enqueue(device, stream, {{to, bytes}}, {{host, bytes}},
             [=] { std::memcpy(reinterpret_cast<void*>(to), from, bytes); });
   }
+  void copy_on_device(int device, Address to, Address from, std::size_t bytes, Stream stream) override {
+    enqueue(device, stream, {{to, bytes}, {from, bytes}}, {},
+            [=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes); });
+  }
   void fill_zero(int device, Address address, std::size_t bytes, Stream stream) override {
     enqueue(device, stream, {{address, bytes}}, {}, [=] { std::memset(reinterpret_cast<void*>(address), 0, bytes); });
   }

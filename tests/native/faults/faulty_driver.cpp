@@ -145,6 +145,11 @@ void FaultyDriver::copy_to_host(int device, void* to, Address from, std::size_t 
   enter("copy_to_host");
   driver_->copy_to_host(device, to, from, bytes, stream);
 }
+void FaultyDriver::copy_on_device(int device, Address to, Address from, std::size_t bytes, Stream stream) {
+  enter("copy_on_device");
+  driver_->copy_on_device(device, to, from, bytes, stream);
+}
+
 void FaultyDriver::copy_to_device(int device, Address to, const void* from, std::size_t bytes, Stream stream) {
   enter("copy_to_device");
   driver_->copy_to_device(device, to, from, bytes, stream);

@@ -53,6 +53,7 @@ class FaultyDriver final : public Driver {
   void destroy_stream(int device, Stream stream) override;
   void copy_to_host(int device, void* to, Address from, std::size_t bytes, Stream stream) override;
   void copy_to_device(int device, Address to, const void* from, std::size_t bytes, Stream stream) override;
+  void copy_on_device(int device, Address to, Address from, std::size_t bytes, Stream stream) override;
   void fill_zero(int device, Address address, std::size_t bytes, Stream stream) override;
   void digest(int device, const DigestKey& key, const DigestItem* items, std::size_t count, Digest* results,
               Stream stream) override;
