@@ -94,10 +94,10 @@ class BackupStore {
   }
   // Returns null if blocks are not shared with other processes.
   [[nodiscard]] SharedStore* shared() const { return shared_.get(); }
-  // Lends the link of `device`, which is idle, to other members of the store, until refuse_link().
-  void lend_link(int device) REQUIRES(operation_mutex) {
+  // Lends the link of `device` to other members of the store while it is `idle`, until refuse_link().
+  void lend_link(int device, std::function<bool()> idle) REQUIRES(operation_mutex) {
     if (!shared_ || ended_) return;
-    if (!lender_) lender_ = std::make_unique<LinkLender>(driver_, *shared_, device);
+    if (!lender_) lender_ = std::make_unique<LinkLender>(driver_, *shared_, device, std::move(idle));
     lender_->lend();
   }
   void refuse_link() REQUIRES(operation_mutex) {

@@ -14,7 +14,9 @@ inline const std::size_t kLinkBytes = SharedLayout::Link::kSlots * kBlockBytes;
 // Owns the thread of a member that lends the link of its device. Any thread may call any function.
 class LinkLender {
  public:
-  LinkLender(Driver& driver, SharedStore& store, int device) : driver_(driver), store_(store), device_(device) {
+  // `idle` returns whether the device has no memory of this process that an engine uses.
+  LinkLender(Driver& driver, SharedStore& store, int device, std::function<bool()> idle)
+      : driver_(driver), store_(store), device_(device), idle_(std::move(idle)) {
     const std::string uuid = driver_.device_info(device_).uuid;
     std::strncpy(link().device, uuid.c_str(), sizeof link().device - 1);
     auto thread = sys::start_thread([this] { run(); });
@@ -31,7 +33,6 @@ class LinkLender {
     ending_ = true;
     thread_.join();
   }
-  // Lends from now on: the device is idle.
   void lend() { lends_ = true; }
   // Stops lending, and returns once nothing of it is left on the device.
   void refuse() EXCLUDES(session_) {
@@ -49,13 +50,17 @@ class LinkLender {
   void run() {
     const int offer = store_.sockets().offer_link(store_.index().member());
     if (offer < 0) return;
+    bool lent = false;
     while (!ending_) {
-      const bool ready = lends_ && attempt("this process does not lend its link now", [this] { store_.pin_used(); });
+      const bool ready =
+          lends_ && idle_() && attempt("this process does not lend its link now", [this] { store_.pin_used(); });
+      if (ready || lent) attempt("memory of the shared store stays mapped", [this] { store_.unmap_empty(); });
+      lent = lent || ready;
       link().lends = ready ? 1 : 0;
       const int borrower = StoreSockets::accept_link(offer, kUpkeep);
       if (borrower < 0) continue;
       const Lock session(session_);
-      if (lends_) attempt("a borrower of this process's link does without it", [&] { serve(borrower); });
+      if (lends_ && idle_()) attempt("a borrower of this process's link does without it", [&] { serve(borrower); });
       close(borrower);
     }
     link().lends = 0;
@@ -64,10 +69,9 @@ class LinkLender {
   // Copies what the borrower asks for, until it closes the connection or this process refuses.
   void serve(int borrower) REQUIRES(session_) {
     const OwnStream stream(driver_, device_);
-    DeviceRange buffer(driver_, device_, round_up(kLinkBytes, driver_.device_info(device_).granularity));
-    buffer.map(round_up(kLinkBytes, driver_.device_info(device_).granularity), [this] {
-      return driver_.create(device_, round_up(kLinkBytes, driver_.device_info(device_).granularity), true);
-    });
+    const std::size_t bytes = round_up(kLinkBytes, driver_.device_info(device_).granularity);
+    DeviceRange buffer(driver_, device_, bytes);
+    buffer.map(bytes, [&] { return driver_.create(device_, bytes, true); });
     for (auto& slot : link().slots) slot.state = Link::Slot::free;
     const int file = driver_.export_handle(device_, *buffer.handle());
     StoreSockets::send_descriptor(borrower, file);
@@ -122,6 +126,7 @@ class LinkLender {
   Driver& driver_;
   SharedStore& store_;
   const int device_;
+  const std::function<bool()> idle_;
   std::atomic<bool> lends_{false};
   std::atomic<bool> ending_{false};
   Mutex session_;  // held while a borrower is served

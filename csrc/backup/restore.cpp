@@ -108,16 +108,18 @@ class LinkedBlocks {
  public:
   // `arrived(block, from, stream)` queues on `stream` what becomes of a block that lies at `from` on a device;
   // `lost(block)` restores one that a link has not brought. Throws driver errors.
-  LinkedBlocks(Pipeline& pipeline, std::function<void(std::size_t, Address, Stream)> arrived,
+  LinkedBlocks(Pipeline& pipeline, Crew& opener, std::function<void(std::size_t, Address, Stream)> arrived,
                std::function<void(std::size_t)> lost)
       : pipeline_(pipeline),
         stream_(pipeline.driver, pipeline.device),
         arrived_(std::move(arrived)),
         lost_(std::move(lost)),
-        links_(BorrowedLink::all(pipeline.driver, *pipeline.store, pipeline.device)),
-        slots_(links_.size() * SharedLayout::Link::kSlots) {}
+        opening_(opener.run(1, [this](std::size_t) {
+          opened_ = BorrowedLink::all(pipeline_.driver, *pipeline_.store, pipeline_.device);
+        })) {}
   // Waits until nothing is under way.
   ~LinkedBlocks() {
+    if (opening_.valid()) opening_.wait();
     attempt("while waiting for borrowed links", [this] { pipeline_.record(stream_)->wait(); });
   }
 
@@ -140,6 +142,12 @@ class LinkedBlocks {
   }
   // Takes what has arrived, and restores what links that have ended will not bring.
   void pump() {
+    if (opening_.valid() && opening_.wait_for(std::chrono::seconds(0)) != std::future_status::timeout) {
+      opening_.get();
+      opening_ = {};
+      links_ = std::move(opened_);
+      slots_.resize(links_.size() * SharedLayout::Link::kSlots);
+    }
     for (auto& slot : slots_) {
       if (!slot.block) continue;
       BorrowedLink& link = *links_[link_of(slot)];
@@ -160,7 +168,7 @@ class LinkedBlocks {
       }
     }
   }
-  // Returns whether a link is left, or a block under way.
+  // Returns whether a link may still bring blocks.
   [[nodiscard]] bool any() const {
     return under_way_ > 0 ||
            std::any_of(links_.begin(), links_.end(), [](const auto& link) { return link != nullptr; });
@@ -200,10 +208,12 @@ class LinkedBlocks {
   const OwnStream stream_;
   const std::function<void(std::size_t, Address, Stream)> arrived_;
   const std::function<void(std::size_t)> lost_;
+  std::vector<std::unique_ptr<BorrowedLink>> opened_;
   std::vector<std::unique_ptr<BorrowedLink>> links_;  // null once given up
   std::vector<Slot> slots_;                           // of each link after the other
   std::size_t under_way_ = 0;
   Clock::time_point progress_at_ = Clock::now();
+  std::shared_future<void> opening_;  // the last member: it uses others
 };
 
 // One Pipeline::restore(): acquires chunk after chunk, and copies and verifies blocks once they are mapped.
@@ -377,9 +387,8 @@ class RestoreTask {
     });
     if (static_cast<std::size_t>(blocks) < kBorrowedFor) return;
     links_ = std::make_unique<LinkedBlocks>(
-        pipeline_, [this](std::size_t index, Address from, Stream stream) { take(index, from, stream); },
+        pipeline_, readers_, [this](std::size_t index, Address from, Stream stream) { take(index, from, stream); },
         [this](std::size_t index) { copy_block(index); });
-    if (!links_->any()) links_.reset();
   }
   // Waits until the own link or another one is free for this block. Returns whether it is another one.
   [[nodiscard]] bool comes_over_a_link(std::size_t index) {

@@ -259,22 +259,30 @@ class SharedStore {
   // The links of members (backup/links.hpp).
   [[nodiscard]] const StoreSockets& sockets() const { return sockets_; }
   [[nodiscard]] const SharedIndex& index() const { return *index_; }
-  // Maps and pins the memory of the store that holds anything, and unmaps what holds nothing any more. Throws
-  // out_of_host_memory or driver errors: a part is pinned.
+  // Maps and pins the memory of the store that holds anything. Throws out_of_host_memory or driver errors: a part is
+  // pinned.
   void pin_used() {
-    Slabs empty;
     std::vector<std::uint32_t> used;
+    {
+      const Lock no_other(map_mutex_);
+      if (!lock_index()) return;
+      const Lock index(index_->mutex, std::adopt_lock);
+      used = index_->map_used();
+    }
+    for (const std::uint32_t slab : used) map(slab);
+    pin_if([](std::uint32_t, const HostMapping&) { return true; });
+  }
+  // Unmaps what holds nothing any more, so that its pages can be freed.
+  void unmap_empty() {
+    Slabs empty;
     {
       const Lock no_other(map_mutex_);
       const Lock not_pinned(pin_mutex_);
       if (!lock_index()) return;
       const Lock index(index_->mutex, std::adopt_lock);
-      used = index_->map_used();
       empty = take_out(index_->unmap_unneeded({}, true));
     }
     unmap(std::move(empty));
-    for (const std::uint32_t slab : used) map(slab);
-    pin_if([](std::uint32_t, const HostMapping&) { return true; });
   }
   // Returns where memory of the store lies, for other members.
   [[nodiscard]] std::optional<SharedLayout::Link::Part> part_of(const HostRange& range) const EXCLUDES(mutex_) {

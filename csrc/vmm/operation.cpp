@@ -321,16 +321,8 @@ class Saver::Operation {
     }
     for (const auto& [arena, chunks] : freed) saver_.physical_.give_back(*arena, chunks);
     saver_.backups_.flush();
-    if (const auto device = idle_device()) saver_.backups_.lend_link(*device);
-  }
-  // Returns the device of this process, if it has one and no memory under any tag is resident.
-  [[nodiscard]] std::optional<int> idle_device() const EXCLUDES(saver_.map_.mutex) {
     const std::vector<int> devices = saver_.map_.devices();
-    const Lock lock(saver_.map_.mutex);
-    const auto arenas = saver_.map_.select({});
-    const bool idle =
-        std::all_of(arenas.begin(), arenas.end(), [](const Arena* arena) { return arena->chunks().empty(); });
-    return devices.size() == 1 && idle ? std::optional(devices.front()) : std::nullopt;
+    if (devices.size() == 1) saver_.backups_.lend_link(devices.front(), [&saver = saver_] { return saver.idle(); });
   }
 
   [[nodiscard]] OperationResult result() const EXCLUDES(saver_.map_.mutex) {

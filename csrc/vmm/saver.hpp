@@ -77,6 +77,12 @@ class Saver {
   // Releases what the driver caches for CUDA graphs that no longer exist, on every device. Throws driver errors.
   void trim_graph_memory();
 
+  // Stops lending the link of this process's device until the next operation ends: nothing of it is left there.
+  void refuse_link() EXCLUDES(backups_.operation_mutex) {
+    check_process();
+    const Lock operation(backups_.operation_mutex);
+    backups_.refuse_link();
+  }
   // As BackupStore::shared().
   [[nodiscard]] SharedStore* shared_store() const { return backups_.shared(); }
   // Returns the backup of [address, address + bytes): the content at the last release, kept until the next one or until
@@ -128,6 +134,12 @@ class Saver {
   // Acquires chunks for `ranges` of an allocation, which follow one another. Throws driver errors: they are free again.
   [[nodiscard]] std::vector<Chunk> acquire(Arena& arena, const std::vector<RangeSet::Range>& ranges)
       EXCLUDES(map_.mutex);
+  // Returns whether no memory under any tag is resident.
+  [[nodiscard]] bool idle() const EXCLUDES(map_.mutex) {
+    const Lock lock(map_.mutex);
+    const auto arenas = map_.select({});
+    return std::all_of(arenas.begin(), arenas.end(), [](const Arena* arena) { return arena->chunks().empty(); });
+  }
   // Returns the block as the shared store has it. Throws as adopt().
   [[nodiscard]] Block adopted(const SavedBlock& saved);
   // Removes an allocation and its backups. Returns the chunks for the caller to pass to PhysicalMemory::give_back(),
