@@ -72,11 +72,11 @@ class Worker:
 
     def resume(self) -> dict[str, float]:
         start = time.monotonic()
-        self._ms.resume()
+        (phase,) = self._ms.resume().phases
         end = time.monotonic()
         if checksum(self._buffers) != self._sum:
             raise RuntimeError("the content differs")
-        return {"start": start, "end": end}
+        return {"start": start, "end": end, "linked": phase.details.get("linked_bytes", 0.0)}
 
     def host_bytes(self) -> dict[str, int]:
         """What backups take: of this process, or of the whole store."""
@@ -112,6 +112,9 @@ class Replicas:
 
     def one_by_one(self, order: str) -> list[Any]:
         return [self._ask([process], order)[0] for process in self._processes]
+
+    def first(self, order: str) -> Any:
+        return self._ask(self._processes[:1], order)[0]
 
     def at_once(self, order: str) -> list[Any]:
         return self._ask(self._processes, order)
@@ -195,7 +198,18 @@ def measure_store(options: argparse.Namespace) -> list[dict[str, Any]]:
             row["copied"] = [report["copied"] for report in reports]
             row["host_bytes"] = replicas.at_once("host_bytes")[0]
             row["resume"] += seconds_together(replicas.at_once("resume"))
-    return [row]
+        alone: dict[str, Any] = {"backups": "one store", "released": "one, unchanged, the others idle", "release": [], "resume": []}
+        replicas.at_once("release")
+        for repeat in range(options.repeats + 1):
+            time.sleep(1)  # the idle ones pin what others wrote
+            resumed = replicas.first("resume")
+            released = replicas.first("release")
+            if repeat:  # the first round pays for what is made once
+                alone["resume"] += seconds_alone([resumed])
+                alone["release"] += seconds_alone([released])
+                alone["linked"] = resumed["linked"]
+        alone["host_bytes"] = row["host_bytes"]
+    return [row, alone]
 
 
 def measured_text(values: list[float], digits: int) -> str:
@@ -227,6 +241,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"All at once with the store, a release is {medians[0] / medians[2]:.2f} times as fast as one process alone, "
         f"which copies everything, and {medians[1] / medians[2]:.2f} times as fast as all at once without it.",
     ]
+    lines += ["", f"With the others idle, {result['rows'][3]['linked'] / 1e9:.1f} GB came over their links, as stored."]
     for how, rates in result["link GB/s"].items():
         if any(rates):
             out, back = ([rate for each in rates for rate in each[way]] for way in ("release", "resume"))

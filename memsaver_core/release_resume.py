@@ -269,7 +269,7 @@ def _total(result: dict[str, Any], key: str) -> int:
 
 def _note_work(details: dict[str, float], result: dict[str, Any], copied: str) -> None:
     copied_bytes = _total(result, copied)
-    details.update(result["work"])
+    details.update({name: value for name, value in result["work"].items() if value or name != "linked_bytes"})
     details["copied_bytes"] = copied_bytes
     if copied_bytes:
         details["gigabytes_per_second"] = copied_bytes / 1e9 / max(result["seconds"], 1e-9)

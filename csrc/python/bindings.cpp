@@ -20,7 +20,7 @@ using namespace memsaver;
   };
 
 REPORT(PipelineSeconds, arg("host_memory_seconds") = value.host_memory, arg("digest_seconds") = value.digest,
-       arg("copy_seconds") = value.copy, arg("driver_seconds") = value.driver)
+       arg("copy_seconds") = value.copy, arg("driver_seconds") = value.driver, FIELD(linked_bytes))
 REPORT(SharedStoreStatus, FIELD(name), FIELD(processes), FIELD(held_bytes), FIELD(share_bytes), FIELD(used_bytes),
        FIELD(total_bytes), FIELD(limit_bytes))
 REPORT(TagOutcome, FIELD(tag), FIELD(restore), FIELD(state), FIELD(bytes), FIELD(released_bytes), FIELD(resumed_bytes),
@@ -158,6 +158,7 @@ void bind_functions(SaverClass& saver) {
       .def("resize", &Saver::resize, "tag"_a, "unused"_a, "kept"_a, NoGil())
       .def("reserve", &Saver::reserve, "tags"_a, NoGil())
       .def("give_back_reserved", &Saver::give_back_reserved, NoGil())
+      .def("refuse_link", &Saver::refuse_link, NoGil())
       .def("status", &Saver::status, NoGil())
       .def("prepare_backup", &Saver::prepare_backup, NoGil())
       .def("grow_backup_memory", &Saver::grow_backup_memory, NoGil())

@@ -12,6 +12,7 @@ import pytest
 
 from tests.gpu.children import ON_CUDA, two_devices
 from tests.programs import Child
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.gpu, two_devices]
 
@@ -51,6 +52,9 @@ for order in sys.stdin:
         case "resume":
             ms.resume()
             answer = checksums() == written
+        case "resume alone":
+            (phase,) = ms.resume().phases
+            answer = [checksums() == written, phase.details.get("linked_bytes", 0) / size]
         case "change":
             for tensor in held:
                 tensor.view(torch.uint8)[0::2].bitwise_xor_(1)  # the lowest bit of each mantissa
@@ -119,6 +123,22 @@ def test_two_gpus_keep_one_copy(replicas: list[Replica], request: pytest.Fixture
         assert both(replicas, "resume") == [True, True]
     assert [report["unchanged"] for report in both(replicas, "release")] == [GIB, GIB]
     assert both(replicas, "resume") == [True, True]
+
+
+def test_a_process_whose_device_is_idle_lends_its_link(replicas: list[Replica]) -> None:
+    one, other = replicas
+    both(replicas, "release")
+
+    def comes_over_both() -> bool:
+        is_right, share = one.tell("resume alone")
+        assert is_right
+        one.tell("release")
+        return bool(share > 0.25)
+
+    wait_until(comes_over_both, 60)  # the other first pins what it has not written itself
+    assert both(replicas, "resume") == [True, True]
+    one.tell("release")
+    assert one.tell("resume alone") == [True, 0]  # the other uses its device
 
 
 @pytest.mark.guards("the process that had written a shared backup died")

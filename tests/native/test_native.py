@@ -42,6 +42,11 @@ def test_shared_store_of_several_processes(build: Path) -> None:
     run(build / "shared_store")
 
 
+def test_links_of_idle_devices(build: Path) -> None:
+    """Content comes over them, and whole if a lender ends, stops or uses its device again."""
+    run(build / "links")
+
+
 def test_packed_content_comes_back(build: Path) -> None:
     run(build / "packing")
 

@@ -12,7 +12,7 @@ check() (
   trap 'cat "$folder"/report.* 2>/dev/null || true' EXIT
   cmake -S . -B "$folder" -G Ninja -DCMAKE_BUILD_TYPE=None -DMEMSAVER_NATIVE_TESTS=ON -DMEMSAVER_SANITIZE="$sanitizer" \
     -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" >/dev/null
-  cmake --build "$folder" --parallel 2 --target driver_contract packing packing_lanes saver_threads shared_store every_call >/dev/null
+  cmake --build "$folder" --parallel 2 --target driver_contract packing packing_lanes saver_threads shared_store links every_call >/dev/null
   # In files: every_call closes its stderr, for what the core says of all those failures.
   rm -f "$folder"/report.*
   report=log_path=$PWD/$folder/report
@@ -27,6 +27,7 @@ check() (
     "$folder/packing_lanes"
     # Its processes fork while they have threads, which the thread sanitizer does not support.
     "$folder/shared_store"
+    "$folder/links"
   fi
   "$folder/every_call" --stride "$stride"
 )
