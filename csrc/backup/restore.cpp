@@ -161,8 +161,12 @@ class LinkedBlocks {
         progress_at_ = Clock::now();
         arrived_(*slot.block, link.address(number_of(slot)), stream_);
         slot.taken = pipeline_.record(stream_);
-      } else if (link.state(number_of(slot)) == BorrowedLink::Slot::refused || link.ended() ||
-                 Clock::now() - progress_at_ > kPatience) {
+      } else if (link.state(number_of(slot)) == BorrowedLink::Slot::refused) {
+        const std::size_t block = *std::exchange(slot.block, std::nullopt);
+        --under_way_;
+        link.give(number_of(slot));
+        lost_(block);
+      } else if (link.ended() || Clock::now() - progress_at_ > kPatience) {
         give_up(link_of(slot));
         return;
       }

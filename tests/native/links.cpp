@@ -3,6 +3,7 @@
 #include <random>
 
 #include "audit.hpp"
+#include "faults/faulty_driver.hpp"
 #include "store_processes.hpp"
 #include "vmm/saver.hpp"
 
@@ -23,10 +24,12 @@ Settings in_store() {
 
 // A process with one device and some memory on it.
 struct Engine {
-  Saver saver;
+  std::unique_ptr<FaultyDriver> owned;
+  FaultyDriver& faulty = *owned;
+  Saver saver{std::move(owned), in_store()};
   Address address;
   explicit Engine(const std::string& device, std::size_t bytes)
-      : saver(open_host_driver({device + kName}, kCapacity), in_store()),
+      : owned(std::make_unique<FaultyDriver>(open_host_driver({device + kName}, kCapacity))),
         address(saver.allocate({0, "t", Restore::host}, bytes)) {
     std::mt19937 random(static_cast<unsigned>(bytes));
     auto* const words = reinterpret_cast<std::uint32_t*>(address);
@@ -45,10 +48,12 @@ void wait_for_lenders(Engine& engine, std::size_t count) {
   wait_until([&] { return index.lent_links(uuid).size() == count; });
 }
 
-Child lender(const std::string& device) {
-  return Child([device](int end) {
+// `failing`: the next call of this name fails once it lends.
+Child lender(const std::string& device, const std::string& failing = "") {
+  return Child([=](int end) {
     Engine engine(device, kBlockBytes);
     engine.saver.release({}, {}, {});
+    if (!failing.empty()) engine.faulty.fail(failing, 1, ErrorKind::driver, 1);
     answer(end, 'r');
     (void)wait_for_word(end);
     engine.saver.resume({});
@@ -69,11 +74,12 @@ void content_comes_over_two_links() {
   for (const char* device : {"one", "two"}) lenders.push_back(lender(device));
   for (auto& each : lenders) CHECK(each.hear() == 'r');
   Engine engine("own", kContent);
+  engine.faulty.delay("copy_to_device", 0.01);  // or it would be done before the links are open
   const auto expected = engine.content(kContent);
   for (int cycle = 0; cycle < 5; ++cycle) {
     engine.saver.release({}, {}, {});
     wait_for_lenders(engine, 2);
-    // It may be done before the links are open.
+    // At first the lenders may not have pinned it.
     wait_until([&] {
       const double linked = resumed(engine, expected);
       engine.saver.release({}, {}, {});
@@ -109,10 +115,41 @@ void lenders_that_end_or_stop_lose_nothing() {
   }
 }
 
+void calls_that_fail_lose_nothing() {
+  Engine engine("own", kContent);
+  const auto expected = engine.content(kContent);
+  for (const char* call : {"create", "export_handle", "copy_to_device", "record"}) {
+    Child child = lender("one", call);
+    CHECK(child.hear() == 'r');
+    engine.saver.release({}, {}, {});
+    wait_for_lenders(engine, 1);
+    engine.faulty.delay("copy_to_device", 0.01);
+    CHECK(resumed(engine, expected) == 0);
+    engine.faulty.heal();
+  }
+  Child child = lender("one");
+  CHECK(child.hear() == 'r');
+  for (const char* call : {"import_handle", "copy_on_device"}) {
+    engine.saver.release({}, {}, {});
+    wait_for_lenders(engine, 1);
+    engine.faulty.delay("copy_to_device", 0.01);
+    engine.faulty.fail(call, 1, ErrorKind::driver, 1);
+    try {
+      CHECK(resumed(engine, expected) == 0);
+    } catch (const Error& error) {
+      CHECK(error.kind == ErrorKind::driver && std::string(call) == "copy_on_device");
+      (void)resumed(engine, expected);
+    }
+    CHECK(engine.faulty.failures() == 1);
+    engine.faulty.heal();
+  }
+}
+
 }  // namespace
 
 int main() {
   content_comes_over_two_links();
   lenders_that_end_or_stop_lose_nothing();
+  calls_that_fail_lose_nothing();
   return 0;
 }
