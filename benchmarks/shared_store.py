@@ -198,7 +198,8 @@ def measure_store(options: argparse.Namespace) -> list[dict[str, Any]]:
             row["copied"] = [report["copied"] for report in reports]
             row["host_bytes"] = replicas.at_once("host_bytes")[0]
             row["resume"] += seconds_together(replicas.at_once("resume"))
-        alone: dict[str, Any] = {"backups": "one store", "released": "one, unchanged, the others idle", "release": [], "resume": []}
+        alone: dict[str, Any] = {"backups": "one store", "released": "one, unchanged, the others idle"}
+        alone |= {"release": [], "resume": []}
         replicas.at_once("release")
         for repeat in range(options.repeats + 1):
             time.sleep(1)  # the idle ones pin what others wrote

@@ -126,7 +126,7 @@ def test_two_gpus_keep_one_copy(replicas: list[Replica], request: pytest.Fixture
 
 
 def test_a_process_whose_device_is_idle_lends_its_link(replicas: list[Replica]) -> None:
-    one, other = replicas
+    one, _ = replicas
     both(replicas, "release")
 
     def comes_over_both() -> bool:
