@@ -1,7 +1,6 @@
 #pragma once
 
 #include "backup/shared_store.hpp"
-#include "driver/handles.hpp"
 
 namespace memsaver {
 
@@ -60,7 +59,8 @@ class LinkLender {
       const int borrower = StoreSockets::accept_link(offer, kUpkeep);
       if (borrower < 0) continue;
       const Lock session(session_);
-      if (lends_ && idle_()) attempt("a borrower of this process's link does without it", [&] { serve(borrower); });
+      if (lends_ && idle_())
+        attempt("a borrower of this process's link does without it", [&]() REQUIRES(session_) { serve(borrower); });
       close(borrower);
     }
     link().lends = 0;
@@ -77,9 +77,8 @@ class LinkLender {
     StoreSockets::send_descriptor(borrower, file);
     close(file);
     std::deque<std::pair<Link::Slot*, RecordedEvent>> copies;
-    const Cleanup at_end([&] {
-      for (const auto& [slot, copied] : copies) attempt("a lent link is still in use", [&] { copied.wait(); });
-    });
+    const Cleanup at_end(
+        [&] { attempt("a lent link is still in use", [&] { RecordedEvent(driver_, device_, stream).wait(); }); });
     while (lends_) {
       const std::uint32_t seen = link().asked;
       for (std::size_t i = 0; i < Link::kSlots; ++i) {
