@@ -15,7 +15,12 @@ class LinkLender {
  public:
   // `idle` returns whether the device has no memory of this process that an engine uses.
   LinkLender(Driver& driver, SharedStore& store, int device, std::function<bool()> idle)
-      : driver_(driver), store_(store), device_(device), idle_(std::move(idle)) {
+      : driver_(driver),
+        store_(store),
+        device_(device),
+        idle_(std::move(idle)),
+        offer_(store.sockets().offer_link(store.index().member())) {
+    if (offer_ < 0) return;
     const std::string uuid = driver_.device_info(device_).uuid;
     std::strncpy(link().device, uuid.c_str(), sizeof link().device - 1);
     auto thread = sys::start_thread([this] { run(); });
@@ -23,14 +28,15 @@ class LinkLender {
   }
   // Does nothing in a forked child, which has no thread.
   ~LinkLender() {
-    if (!thread_.joinable()) return;
     if (getpid() != process_) {
-      thread_.detach();
+      if (thread_.joinable()) thread_.detach();
       return;
     }
     refuse();
     ending_ = true;
-    thread_.join();
+    if (offer_ >= 0) shutdown(offer_, SHUT_RDWR);
+    if (thread_.joinable()) thread_.join();
+    if (offer_ >= 0) close(offer_);
   }
   void lend() { lends_ = true; }
   // Stops lending, and returns once nothing of it is left on the device.
@@ -47,8 +53,6 @@ class LinkLender {
   [[nodiscard]] Link& link() const { return store_.index().link(); }
 
   void run() {
-    const int offer = store_.sockets().offer_link(store_.index().member());
-    if (offer < 0) return;
     bool lent = false;
     while (!ending_) {
       const bool ready =
@@ -56,7 +60,7 @@ class LinkLender {
       if (ready || lent) attempt("memory of the shared store stays mapped", [this] { store_.unmap_empty(); });
       lent = lent || ready;
       link().lends = ready ? 1 : 0;
-      const int borrower = StoreSockets::accept_link(offer, kUpkeep);
+      const int borrower = StoreSockets::accept_link(offer_, kUpkeep);
       if (borrower < 0) continue;
       const Lock session(session_);
       if (lends_ && idle_())
@@ -64,7 +68,6 @@ class LinkLender {
       close(borrower);
     }
     link().lends = 0;
-    close(offer);
   }
   // Copies what the borrower asks for, until it closes the connection or this process refuses.
   void serve(int borrower) REQUIRES(session_) {
@@ -126,6 +129,7 @@ class LinkLender {
   SharedStore& store_;
   const int device_;
   const std::function<bool()> idle_;
+  const int offer_;
   std::atomic<bool> lends_{false};
   std::atomic<bool> ending_{false};
   Mutex session_;  // held while a borrower is served
@@ -159,8 +163,12 @@ class BorrowedLink {
     buffer_.map(bytes, [&] { return driver.import_handle(device, file, bytes); });
     undo.dismiss();
   }
+  // Returns once the lender has given the buffer back, or after kPatience.
   ~BorrowedLink() {
     attempt("the buffer of a borrowed link stays mapped", [this] { buffer_.close(); });
+    shutdown(connection_, SHUT_WR);
+    wake();
+    (void)StoreSockets::readable(connection_, kPatience);
     close(connection_);
   }
 
@@ -172,8 +180,7 @@ class BorrowedLink {
     to.parts = static_cast<std::uint32_t>(parts.size());
     std::copy(parts.begin(), parts.end(), to.part);
     to.state = Slot::asked;
-    ++link_.asked;
-    syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&link_.asked), FUTEX_WAKE, 1, nullptr, nullptr, 0);
+    wake();
   }
   void give(std::size_t slot) { link_.slots[slot].state = Slot::free; }
   // Returns whether the lender has stopped: slots that it has not filled stay so.
@@ -181,6 +188,11 @@ class BorrowedLink {
 
  private:
   static constexpr std::chrono::milliseconds kPatience{100};
+
+  void wake() {
+    ++link_.asked;
+    syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&link_.asked), FUTEX_WAKE, 1, nullptr, nullptr, 0);
+  }
 
   const int connection_;
   SharedLayout::Link& link_;
