@@ -65,6 +65,11 @@ class BackupStore {
     auto& pool = pools_[node];
     if (!pool) pool = std::make_unique<HostPool>(driver_, settings_.host_backup_limit / nodes, node);
     pool_of_.emplace(device, pool.get());
+    if (shared_ && pool_of_.size() == 1) {
+      SharedLayout::Link& link = shared_->index().link();
+      link.used = 1;
+      std::strncpy(link.device, driver_.device_info(device).uuid.c_str(), sizeof link.device - 1);
+    }
   }
 
   [[nodiscard]] HostPool& pool_of(int device) EXCLUDES(mutex_) {
@@ -94,13 +99,23 @@ class BackupStore {
   }
   // Returns null if blocks are not shared with other processes.
   [[nodiscard]] SharedStore* shared() const { return shared_.get(); }
-  // Lends the link of `device` to other members of the store while it is `idle`, until refuse_link().
-  void lend_link(int device, std::function<bool()> idle) REQUIRES(operation_mutex) {
-    if (!shared_ || ended_) return;
-    if (!lender_) lender_ = std::make_unique<LinkLender>(driver_, *shared_, device, std::move(idle));
-    lender_->lend();
+  // Lends the link of `device`, the only one, to other members of the store if it is `idle`, until refuse_link(): none
+  // uses it on behalf of this process.
+  void lend_link(int device, std::function<bool()> idle) REQUIRES(operation_mutex) EXCLUDES(lender_mutex_) {
+    if (!shared_) return;
+    const Lock lock(lender_mutex_);
+    if (ended_) return;
+    shared_->index().link().used = idle() ? 0 : 1;
+    attempt_unless_lost("this process does not lend its link", [&]() REQUIRES(lender_mutex_) {
+      if (!lender_) lender_ = std::make_unique<LinkLender>(driver_, *shared_, device, std::move(idle));
+      lender_->lend();
+    });
   }
-  void refuse_link() REQUIRES(operation_mutex) {
+  // Returns once this process does nothing for other members.
+  void refuse_link() REQUIRES(operation_mutex) EXCLUDES(lender_mutex_) {
+    if (!shared_) return;
+    shared_->index().link().used = 1;
+    const Lock lock(lender_mutex_);
     if (lender_) lender_->refuse();
   }
   [[nodiscard]] const DigestKey& key() const { return key_; }
@@ -170,8 +185,12 @@ class BackupStore {
   }
 
   // Lets no host memory be unpinned from now on: the process is ending, and its driver may be gone already.
-  void end() noexcept EXCLUDES(mutex_) {
-    ended_ = true;
+  void end() noexcept EXCLUDES(mutex_, lender_mutex_) {
+    {
+      const Lock lock(lender_mutex_);
+      ended_ = true;
+      lender_.reset();
+    }
     const Lock lock(mutex_);
     for (const auto& [node, pool] : pools_) pool->end();
   }
@@ -231,8 +250,9 @@ class BackupStore {
   std::set<int> packing_ GUARDED_BY(operation_mutex);  // devices for which packing is or was prepared
   std::vector<int> packing_wanted_ GUARDED_BY(operation_mutex);
 
-  std::atomic<bool> ended_{false};
-  std::unique_ptr<LinkLender> lender_;  // guarded by operation_mutex, except at the end
+  Mutex lender_mutex_;
+  bool ended_ GUARDED_BY(lender_mutex_) = false;
+  std::unique_ptr<LinkLender> lender_ GUARDED_BY(lender_mutex_);
 
   mutable Mutex mutex_;
   std::map<int, std::unique_ptr<HostPool>> pools_ GUARDED_BY(mutex_);      // by NUMA node

@@ -4,198 +4,242 @@
 
 namespace memsaver {
 
-// A process whose device is idle lends its link to another member of its store, for the time of one restore: it copies
-// content of the store to a buffer on its device, from which the borrower takes it (over NVLink, between GPUs that have
-// it). So content comes over several links at once. The buffer has a slot for each block under way.
+// A process on whose device nothing is in use lends its link to another member of its store, for the time of one
+// restore: it copies content of the store to a buffer on its device, from which the borrower takes it (over NVLink,
+// between GPUs that have it). So content comes over several links at once. The two speak by messages: the lender sends
+// the descriptor of the buffer, then one answer for each block that it is asked for.
 
-inline const std::size_t kLinkBytes = SharedLayout::Link::kSlots * kBlockBytes;
+inline constexpr std::size_t kLinkSlots = 4;  // blocks of the buffer
+inline const std::size_t kLinkBytes = kLinkSlots * kBlockBytes;
+
+struct LinkAsks {
+  std::uint32_t slot;  // to copy the parts to, one after the other
+  std::uint32_t parts;
+  SharedStore::Part part[kPieces];
+};
+struct LinkAnswer {
+  std::uint32_t slot;
+  std::uint32_t there;  // 0: this member has not pinned all parts
+};
+
+// Owns a socket. A forked child keeps no connection open: its end is shut down first.
+class LinkSocket {
+ public:
+  explicit LinkSocket(int file) : file_(file) {}
+  LinkSocket(const LinkSocket&) = delete;
+  ~LinkSocket() {
+    if (file_ < 0) return;
+    shutdown(file_, SHUT_RDWR);
+    close(file_);
+  }
+  [[nodiscard]] int file() const { return file_; }
+  template <typename Value>
+  void say(const Value& value) const {
+    (void)!send(file_, &value, sizeof value, MSG_NOSIGNAL);  // if it fails, the other end is closed
+  }
+  // Returns false without a message; `ended` if there will be none.
+  template <typename Value>
+  [[nodiscard]] bool hear(Value& value, bool& ended) const {
+    const ssize_t bytes = recv(file_, &value, sizeof value, 0);
+    ended = bytes != static_cast<ssize_t>(sizeof value) && !(bytes < 0 && (errno == EAGAIN || errno == EINTR));
+    return bytes == static_cast<ssize_t>(sizeof value);
+  }
+
+ private:
+  const int file_;
+};
 
 // Owns the thread of a member that lends the link of its device. Any thread may call any function.
 class LinkLender {
  public:
-  // `idle` returns whether the device has no memory of this process that an engine uses.
+  // `idle` returns whether this process uses no memory of the device. Throws driver errors.
   LinkLender(Driver& driver, SharedStore& store, int device, std::function<bool()> idle)
       : driver_(driver),
         store_(store),
         device_(device),
+        info_(driver.device_info(device)),
         idle_(std::move(idle)),
         offer_(store.sockets().offer_link(store.index().member())) {
-    if (offer_ < 0) return;
-    const std::string uuid = driver_.device_info(device_).uuid;
-    std::strncpy(link().device, uuid.c_str(), sizeof link().device - 1);
-    auto thread = sys::start_thread([this] { run(); });
+    auto thread = offer_.file() >= 0 ? sys::start_thread([this] { run(); }) : std::nullopt;
     if (thread) thread_ = std::move(*thread);
   }
-  // Does nothing in a forked child, which has no thread.
   ~LinkLender() {
-    if (getpid() != process_) {
-      if (thread_.joinable()) thread_.detach();
-      return;
-    }
-    refuse();
     ending_ = true;
-    if (offer_ >= 0) shutdown(offer_, SHUT_RDWR);
+    refuse();
+    if (offer_.file() >= 0) shutdown(offer_.file(), SHUT_RDWR);
     if (thread_.joinable()) thread_.join();
-    if (offer_ >= 0) close(offer_);
   }
   void lend() { lends_ = true; }
-  // Stops lending, and returns once nothing of it is left on the device.
-  void refuse() EXCLUDES(session_) {
+  // Stops lending, and returns once this process does nothing for it any more. A borrower keeps what is left of the
+  // buffer until it sees that, some milliseconds.
+  void refuse() EXCLUDES(working_) {
     lends_ = false;
-    const Lock no_session(session_);
+    link().lends = 0;
+    const Lock nothing_under_way(working_);
   }
 
  private:
-  using Link = SharedLayout::Link;
   static constexpr std::chrono::milliseconds kUpkeep{200};  // how soon new content of the store is pinned
-  static constexpr std::chrono::milliseconds kPause{1};
+  static constexpr std::size_t kSpareShare = 4;             // of the device, which must be free
 
-  [[nodiscard]] Link& link() const { return store_.index().link(); }
+  [[nodiscard]] SharedLayout::Link& link() const { return store_.index().link(); }
+
+  // Returns whether no process uses the device, as far as this one knows.
+  [[nodiscard]] bool may_lend() const {
+    if (!lends_ || !idle_()) return false;
+    const auto uses = [this](const SharedLayout::Link& link, const std::string& device) {
+      return link.used != 0 && device == info_.uuid;
+    };
+    if (!store_.index().members_with(uses).empty()) return false;
+    const MemoryInfo memory = driver_.memory_info(device_);
+    return memory.free_bytes >= memory.total_bytes / kSpareShare;
+  }
 
   void run() {
-    bool lent = false;
     while (!ending_) {
-      const bool ready =
-          lends_ && idle_() && attempt("this process does not lend its link now", [this] { store_.pin_used(); });
-      if (ready || lent) attempt("memory of the shared store stays mapped", [this] { store_.unmap_empty(); });
-      lent = lent || ready;
-      link().lends = ready ? 1 : 0;
-      const int borrower = StoreSockets::accept_link(offer_, kUpkeep);
-      if (borrower < 0) continue;
-      const Lock session(session_);
-      if (lends_ && idle_())
-        attempt("a borrower of this process's link does without it", [&]() REQUIRES(session_) { serve(borrower); });
-      close(borrower);
+      bool ready = false;
+      {
+        const Lock working(working_);
+        ready = lends_ && attempt("this process does not lend its link now", [this] {
+                  if (may_lend()) store_.pin_used([this] { return !lends_; });
+                });
+        link().lends = ready && may_lend() ? 1 : 0;
+        failed_ = lends_ && !ready;
+      }
+      if (!StoreSockets::readable(offer_.file(), failed_ ? 50 * kUpkeep : kUpkeep)) continue;
+      const LinkSocket borrower(StoreSockets::accept_link(offer_.file()));
+      if (borrower.file() < 0) {
+        if (!ending_) std::this_thread::sleep_for(kUpkeep);  // no descriptor is free, or it was another user's
+        continue;
+      }
+      const Lock working(working_);
+      const Lock lending(store_.lending);
+      attempt("a borrower of this process's link does without it", [&]() REQUIRES(store_.lending) {
+        if (may_lend()) serve(borrower);
+      });
     }
-    link().lends = 0;
   }
-  // Copies what the borrower asks for, until it closes the connection or this process refuses.
-  void serve(int borrower) REQUIRES(session_) {
+  // Copies what the borrower asks for, until it ends, or this process refuses.
+  void serve(const LinkSocket& borrower) REQUIRES(store_.lending) {
     const OwnStream stream(driver_, device_);
-    const std::size_t bytes = round_up(kLinkBytes, driver_.device_info(device_).granularity);
+    const std::size_t bytes = round_up(kLinkBytes, info_.granularity);
     DeviceRange buffer(driver_, device_, bytes);
     buffer.map(bytes, [&] { return driver_.create(device_, bytes, true); });
-    for (auto& slot : link().slots) slot.state = Link::Slot::free;
     const int file = driver_.export_handle(device_, *buffer.handle());
-    StoreSockets::send_descriptor(borrower, file);
+    StoreSockets::send_descriptor(borrower.file(), file);
     close(file);
-    std::deque<std::pair<Link::Slot*, RecordedEvent>> copies;
-    const Cleanup at_end(
-        [&] { attempt("a lent link is still in use", [&] { RecordedEvent(driver_, device_, stream).wait(); }); });
-    while (lends_) {
-      const std::uint32_t seen = link().asked;
-      for (std::size_t i = 0; i < Link::kSlots; ++i) {
-        Link::Slot& slot = link().slots[i];
-        if (slot.state != Link::Slot::asked) continue;
-        slot.state = Link::Slot::taken;
-        if (copy(slot, buffer.address() + i * kBlockBytes, stream)) {
-          copies.emplace_back(std::piecewise_construct, std::tuple(&slot),
-                              std::tuple(std::ref(driver_), device_, Stream(stream)));
+    std::deque<std::pair<std::uint32_t, Recorded>> copies;  // by slot
+    const Cleanup at_end([&] { finish(stream); });
+    for (bool ended = false; lends_ && !ended;) {
+      LinkAsks asks{};
+      while (borrower.hear(asks, ended)) {
+        if (copy(asks, buffer.address(), stream)) {
+          copies.emplace_back(asks.slot, std::make_shared<RecordedEvent>(driver_, device_, stream));
         } else {
-          slot.state = Link::Slot::refused;
+          borrower.say(LinkAnswer{asks.slot, 0});
         }
       }
-      while (!copies.empty() && copies.front().second.done()) {
-        copies.front().first->state = Link::Slot::there;
-        copies.pop_front();
+      for (; !copies.empty() && copies.front().second->done(); copies.pop_front()) {
+        borrower.say(LinkAnswer{copies.front().first, 1});
       }
       if (!copies.empty()) {
         std::this_thread::sleep_for(std::chrono::microseconds(20));
-      } else {
-        if (StoreSockets::readable(borrower, std::chrono::milliseconds(0))) return;  // it has closed its end
-        wait(link().asked, seen);
+      } else if (!ended) {
+        (void)StoreSockets::readable(borrower.file(), std::chrono::milliseconds(1));
       }
     }
   }
-  // Returns whether all parts of a slot are being copied.
-  [[nodiscard]] bool copy(const Link::Slot& slot, Address to, Stream stream) {
+  // Returns whether all parts are being copied.
+  [[nodiscard]] bool copy(const LinkAsks& asks, Address buffer, Stream stream) REQUIRES(store_.lending) {
     std::size_t bytes = 0;
-    for (std::size_t i = 0; i < std::min<std::size_t>(slot.parts, kPieces); ++i) {
-      const Link::Part part = slot.part[i];
-      const void* const from = store_.pinned_at(part);
-      if (from == nullptr || part.bytes > kBlockBytes - bytes) return false;
-      driver_.copy_to_device(device_, to + bytes, from, part.bytes, stream);
-      bytes += part.bytes;
+    if (asks.slot >= kLinkSlots) return false;
+    for (std::size_t i = 0; i < std::min<std::size_t>(asks.parts, kPieces); ++i) {
+      const void* const from = store_.pinned_at(asks.part[i]);
+      if (from == nullptr || asks.part[i].bytes > kBlockBytes - bytes) return false;
+      driver_.copy_to_device(device_, buffer + asks.slot * kBlockBytes + bytes, from, asks.part[i].bytes, stream);
+      bytes += asks.part[i].bytes;
     }
     return true;
   }
-  static void wait(std::atomic<std::uint32_t>& word, std::uint32_t seen) {
-    const timespec time{0, std::chrono::nanoseconds(kPause).count()};
-    syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAIT, seen, &time, nullptr, 0);
+  void finish(Stream stream) {
+    if (attempt("while waiting for a lent link", [&] { RecordedEvent(driver_, device_, stream).wait(); })) return;
+    attempt("while waiting for the device", [this] { driver_.synchronize(device_); });
   }
 
-  const pid_t process_ = getpid();
   Driver& driver_;
   SharedStore& store_;
   const int device_;
+  const DeviceInfo info_;
   const std::function<bool()> idle_;
-  const int offer_;
+  const LinkSocket offer_;
   std::atomic<bool> lends_{false};
   std::atomic<bool> ending_{false};
-  Mutex session_;  // held while a borrower is served
+  bool failed_ = false;
+  Mutex working_ ACQUIRED_BEFORE(store_.lending);  // held while the thread uses the device or the store
   std::thread thread_;
 };
 
 // Owns the use of one link that another member lends. One thread.
 class BorrowedLink {
  public:
-  using Slot = SharedLayout::Link::Slot;
-
-  // Returns the links that members on other devices lend now. What cannot be borrowed is left out.
+  // Returns the links that members on other devices lend now, one of each device. What cannot be borrowed within
+  // kPatience is left out. Throws context_lost.
   [[nodiscard]] static std::vector<std::unique_ptr<BorrowedLink>> all(Driver& driver, SharedStore& store, int device) {
     std::vector<std::unique_ptr<BorrowedLink>> links;
-    const DeviceInfo info = driver.device_info(device);
-    for (const auto& [member, link] : store.index().lent_links(info.uuid)) {
-      const auto [connection, file] = store.sockets().borrow_link(member, kPatience);
-      if (file < 0) continue;
-      const Cleanup at_end([file = file] { close(file); });
-      attempt_unless_lost("a link is not borrowed", [&, link = link, connection = connection, file = file] {
-        links.push_back(std::make_unique<BorrowedLink>(driver, device, *link, connection, file, info.granularity));
-      });
-    }
+    attempt_unless_lost("no link is borrowed", [&] {
+      const DeviceInfo info = driver.device_info(device);
+      std::set<std::string> devices{info.uuid};
+      const auto lends = [&](const SharedLayout::Link& link, const std::string& of) {
+        return link.lends != 0 && devices.insert(of).second;
+      };
+      std::vector<std::unique_ptr<LinkSocket>> lenders;
+      for (const std::uint32_t member : store.index().members_with(lends)) {
+        lenders.push_back(std::make_unique<LinkSocket>(store.sockets().borrow_link(member)));
+      }
+      const auto until = std::chrono::steady_clock::now() + kPatience;
+      for (auto& lender : lenders) {
+        const auto left =
+            std::max(std::chrono::steady_clock::duration::zero(), until - std::chrono::steady_clock::now());
+        const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(left);
+        if (lender->file() < 0 || !StoreSockets::readable(lender->file(), ms)) continue;
+        const int file = StoreSockets::receive_descriptor(lender->file());
+        if (file < 0) continue;
+        const Cleanup at_end([file] { close(file); });
+        attempt_unless_lost("a link is not borrowed", [&] {
+          links.push_back(std::make_unique<BorrowedLink>(driver, device, std::move(lender), file, info.granularity));
+        });
+      }
+    });
     return links;
   }
-  // Owns `connection`. Throws driver errors.
-  BorrowedLink(Driver& driver, int device, SharedLayout::Link& link, int connection, int file, std::size_t granularity)
-      : connection_(connection), link_(link), buffer_(driver, device, round_up(kLinkBytes, granularity)) {
-    Cleanup undo([this] { close(connection_); });
+  // Throws driver errors.
+  BorrowedLink(Driver& driver, int device, std::unique_ptr<LinkSocket> lender, int file, std::size_t granularity)
+      : lender_(std::move(lender)), buffer_(driver, device, round_up(kLinkBytes, granularity)) {
     const std::size_t bytes = round_up(kLinkBytes, granularity);
     buffer_.map(bytes, [&] { return driver.import_handle(device, file, bytes); });
-    undo.dismiss();
   }
-  // Returns once the lender has given the buffer back, or after kPatience.
+  // Only while nothing uses the buffer.
   ~BorrowedLink() {
     attempt("the buffer of a borrowed link stays mapped", [this] { buffer_.close(); });
-    shutdown(connection_, SHUT_WR);
-    wake();
-    (void)StoreSockets::readable(connection_, kPatience);
-    close(connection_);
   }
 
   [[nodiscard]] Address address(std::size_t slot) const { return buffer_.address() + slot * kBlockBytes; }
-  [[nodiscard]] std::uint32_t state(std::size_t slot) const { return link_.slots[slot].state; }
-  // Asks for content of the store, at most a block, to be copied to a slot, which is free.
-  void ask(std::size_t slot, const std::vector<SharedLayout::Link::Part>& parts) {
-    Slot& to = link_.slots[slot];
-    to.parts = static_cast<std::uint32_t>(parts.size());
-    std::copy(parts.begin(), parts.end(), to.part);
-    to.state = Slot::asked;
-    wake();
+  // Asks for content of the store, at most a block, to be copied to a slot.
+  void ask(std::size_t slot, const std::vector<SharedStore::Part>& parts) const {
+    LinkAsks asks{static_cast<std::uint32_t>(slot), static_cast<std::uint32_t>(parts.size()), {}};
+    std::copy(parts.begin(), parts.end(), asks.part);
+    lender_->say(asks);
   }
-  void give(std::size_t slot) { link_.slots[slot].state = Slot::free; }
-  // Returns whether the lender has stopped: slots that it has not filled stay so.
-  [[nodiscard]] bool ended() const { return StoreSockets::readable(connection_, std::chrono::milliseconds(0)); }
+  // Returns the next answer, if there is one now; `ended` if there will be none.
+  [[nodiscard]] std::optional<LinkAnswer> answer(bool& ended) const {
+    LinkAnswer answer{};
+    return lender_->hear(answer, ended) ? std::optional(answer) : std::nullopt;
+  }
 
  private:
-  static constexpr std::chrono::milliseconds kPatience{100};
+  static constexpr std::chrono::milliseconds kPatience{50};
 
-  void wake() {
-    ++link_.asked;
-    syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&link_.asked), FUTEX_WAKE, 1, nullptr, nullptr, 0);
-  }
-
-  const int connection_;
-  SharedLayout::Link& link_;
+  const std::unique_ptr<LinkSocket> lender_;
   DeviceRange buffer_;
 };
 

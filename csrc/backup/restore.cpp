@@ -120,92 +120,90 @@ class LinkedBlocks {
   // Waits until nothing is under way.
   ~LinkedBlocks() {
     if (opening_.valid()) opening_.wait();
-    attempt("while waiting for borrowed links", [this] { pipeline_.record(stream_)->wait(); });
+    if (attempt("while waiting for borrowed links", [this] { pipeline_.record(stream_)->wait(); })) return;
+    attempt("while waiting for the device", [this] { pipeline_.driver.synchronize(pipeline_.device); });
   }
 
   // Returns whether a link brings this block, content of the shared store.
   [[nodiscard]] bool offer(std::size_t index, const Block& block) {
-    std::vector<SharedLayout::Link::Part> parts;
-    for (const auto& range : block.host) {
-      const auto part = pipeline_.store->part_of(range);
-      if (!part || parts.size() == kPieces) return false;
-      parts.push_back(*part);
+    for (auto& link : links_) {
+      const auto free =
+          std::find_if(link.slots.begin(), link.slots.end(), [](const auto& slot) { return !slot.block; });
+      if (link.lender == nullptr || free == link.slots.end()) continue;
+      std::vector<SharedStore::Part> parts;
+      for (const auto& range : block.host) {
+        const auto part = pipeline_.store->part_of(range);
+        if (!part || parts.size() == kPieces) return false;
+        parts.push_back(*part);
+      }
+      *free = {index, Clock::now(), {}};
+      link.lender->ask(static_cast<std::size_t>(free - link.slots.begin()), parts);
+      return true;
     }
-    const auto free = std::find_if(slots_.begin(), slots_.end(), [this](const auto& slot) {
-      return !slot.block && links_[link_of(slot)] != nullptr;
-    });
-    if (free == slots_.end()) return false;
-    free->block = index;
-    ++under_way_;
-    links_[link_of(*free)]->ask(number_of(*free), parts);
-    return true;
+    return false;
   }
-  // Takes what has arrived, and restores what links that have ended will not bring.
+  // Takes what has arrived, and restores what links do not bring.
   void pump() {
     if (opening_.valid() && opening_.wait_for(std::chrono::seconds(0)) != std::future_status::timeout) {
-      opening_.get();
-      opening_ = {};
-      links_ = std::move(opened_);
-      slots_.resize(links_.size() * SharedLayout::Link::kSlots);
+      std::exchange(opening_, {}).get();
+      for (auto& lender : opened_) links_.push_back({std::move(lender), {}});
     }
-    for (auto& slot : slots_) {
-      if (!slot.block) continue;
-      BorrowedLink& link = *links_[link_of(slot)];
-      if (slot.taken) {
-        if (!slot.taken->done()) continue;
-        slot.taken.reset();
-        slot.block.reset();
-        --under_way_;
-        link.give(number_of(slot));
-      } else if (link.state(number_of(slot)) == BorrowedLink::Slot::there) {
-        progress_at_ = Clock::now();
-        arrived_(*slot.block, link.address(number_of(slot)), stream_);
-        slot.taken = pipeline_.record(stream_);
-      } else if (link.state(number_of(slot)) == BorrowedLink::Slot::refused) {
-        const std::size_t block = *std::exchange(slot.block, std::nullopt);
-        --under_way_;
-        link.give(number_of(slot));
-        lost_(block);
-      } else if (link.ended() || Clock::now() - progress_at_ > kPatience) {
-        give_up(link_of(slot));
-        return;
-      }
+    for (auto& link : links_) {
+      if (link.lender != nullptr) pump(link);
     }
   }
   // Returns whether a link may still bring blocks.
   [[nodiscard]] bool any() const {
-    return under_way_ > 0 ||
-           std::any_of(links_.begin(), links_.end(), [](const auto& link) { return link != nullptr; });
+    return opening_.valid() ||
+           std::any_of(links_.begin(), links_.end(), [](const auto& link) { return link.lender != nullptr; });
   }
-  [[nodiscard]] bool empty() const { return under_way_ == 0; }
+  [[nodiscard]] bool empty() const {
+    return std::all_of(links_.begin(), links_.end(), [](const auto& link) {
+      return std::all_of(link.slots.begin(), link.slots.end(), [](const auto& slot) { return !slot.block; });
+    });
+  }
 
  private:
   using Clock = std::chrono::steady_clock;
-  static constexpr std::chrono::milliseconds kPatience{1000};  // for a block of a link
+  static constexpr std::chrono::milliseconds kPatience{1000};  // for a block
 
   struct Slot {
     std::optional<std::size_t> block;
-    Recorded taken;  // the slot is in use until this event
+    Clock::time_point asked{};
+    Recorded taken{};  // what has arrived is in use until this event
+  };
+  struct Link {
+    std::unique_ptr<BorrowedLink> lender;  // null once it has ended
+    std::array<Slot, kLinkSlots> slots;
   };
 
-  [[nodiscard]] std::size_t link_of(const Slot& slot) const { return index_of(slot) / SharedLayout::Link::kSlots; }
-  [[nodiscard]] std::size_t number_of(const Slot& slot) const { return index_of(slot) % SharedLayout::Link::kSlots; }
-  [[nodiscard]] std::size_t index_of(const Slot& slot) const { return static_cast<std::size_t>(&slot - slots_.data()); }
-
-  void give_up(std::size_t link) {
-    std::vector<std::size_t> lost;
-    for (auto& slot : slots_) {
-      if (!slot.block || link_of(slot) != link) continue;
-      if (slot.taken) {
-        slot.taken->wait();
+  void pump(Link& link) {
+    bool ended = false;
+    while (const auto answer = link.lender->answer(ended)) {
+      Slot& slot = link.slots.at(answer->slot % kLinkSlots);
+      if (!slot.block || slot.taken) continue;
+      if (answer->there == 0) {
+        lost_(*std::exchange(slot.block, std::nullopt));
       } else {
-        lost.push_back(*slot.block);
+        arrived_(*slot.block, link.lender->address(answer->slot % kLinkSlots), stream_);
+        slot.taken = pipeline_.record(stream_);
       }
-      slot = {};
-      --under_way_;
     }
-    links_[link].reset();
-    for (const std::size_t block : lost) lost_(block);
+    for (auto& slot : link.slots) {
+      if (slot.taken && slot.taken->done()) slot = {};
+      ended = ended || (slot.block && !slot.taken && Clock::now() - slot.asked > kPatience);
+    }
+    if (ended) give_up(link);
+  }
+  void give_up(Link& link) {
+    const std::array<Slot, kLinkSlots> slots = std::exchange(link.slots, {});
+    for (const auto& slot : slots) {
+      if (slot.taken) slot.taken->wait();
+    }
+    link.lender.reset();
+    for (const auto& slot : slots) {
+      if (slot.block && !slot.taken) lost_(*slot.block);
+    }
   }
 
   Pipeline& pipeline_;
@@ -213,10 +211,7 @@ class LinkedBlocks {
   const std::function<void(std::size_t, Address, Stream)> arrived_;
   const std::function<void(std::size_t)> lost_;
   std::vector<std::unique_ptr<BorrowedLink>> opened_;
-  std::vector<std::unique_ptr<BorrowedLink>> links_;  // null once given up
-  std::vector<Slot> slots_;                           // of each link after the other
-  std::size_t under_way_ = 0;
-  Clock::time_point progress_at_ = Clock::now();
+  std::vector<Link> links_;
   std::shared_future<void> opening_;  // the last member: it uses others
 };
 
@@ -390,14 +385,19 @@ class RestoreTask {
       return content.block->shared && content.block->kept == Kept::host && !passes(*content.block);
     });
     if (static_cast<std::size_t>(blocks) < kBorrowedFor) return;
-    links_ = std::make_unique<LinkedBlocks>(
-        pipeline_, readers_, [this](std::size_t index, Address from, Stream stream) { take(index, from, stream); },
-        [this](std::size_t index) { copy_block(index); });
+    const auto lends = [](const SharedLayout::Link& link, const std::string&) { return link.lends != 0; };
+    if (pipeline_.store->index().members_with(lends).empty()) return;
+    attempt_unless_lost("no link is borrowed", [this] {
+      links_ = std::make_unique<LinkedBlocks>(
+          pipeline_, readers_, [this](std::size_t index, Address from, Stream stream) { take(index, from, stream); },
+          [this](std::size_t index) { copy_block(index); });
+    });
   }
   // Waits until the own link or another one is free for this block. Returns whether it is another one.
   [[nodiscard]] bool comes_over_a_link(std::size_t index) {
     const Block& block = *blocks_[index].block;
     if (!block.shared || block.kept_bytes() < kBlockBytes / 4) return false;
+    if (block.packed_bytes != 0 && pipeline_.packing.buffers() == 0) return false;
     while (links_) {
       links_->pump();
       if (links_->offer(index, block)) return true;
@@ -411,12 +411,10 @@ class RestoreTask {
   void take(std::size_t index, Address from, Stream stream) {
     const ContentBlock& content = blocks_[index];
     if (zeros_) zeros_->hold(stream);
-    if (content.block->packed_bytes != 0 && pipeline_.packing.buffers() > 0) {
+    if (content.block->packed_bytes != 0) {
       unpacking_.start(content, stream, [&](Address buffer) {
         driver_.copy_on_device(device_, buffer, from, content.block->packed_bytes, stream);
       });
-    } else if (content.block->packed_bytes != 0) {
-      return copy_block(index);
     } else {
       for (const auto& extent : content.block->extents) {
         driver_.copy_on_device(device_, content.base + extent.offset, from, extent.bytes, stream);

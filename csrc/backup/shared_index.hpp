@@ -8,6 +8,7 @@
 #include <atomic>
 #include <bitset>
 #include <climits>
+#include <functional>
 #include <iterator>
 #include <optional>
 #include <set>
@@ -33,22 +34,11 @@ inline constexpr std::size_t kPieces = 8;  // of one block at most: a block also
 // slabs; a hole in the file takes no memory. Each change becomes valid by one store of an atomic, so a process may be
 // killed at any instant; the fields marked "computed" then follow from the others, and are computed anew.
 struct SharedLayout {
-  // How a member lends the link of its device (backup/links.hpp). Only its borrower asks, only the member answers.
+  // How a member uses its device (backup/links.hpp).
   struct Link {
-    static constexpr std::size_t kSlots = 4;
-    struct Part {
-      std::uint64_t slab, offset, bytes;
-    };
-    struct Slot {
-      enum State : std::uint32_t { free, asked, taken, there, refused };
-      std::atomic<std::uint32_t> state;
-      std::uint32_t parts;
-      Part part[kPieces];
-    };
-    std::atomic<std::uint32_t> lends;
-    std::atomic<std::uint32_t> asked;  // a futex: counts what the borrower has asked for
-    char device[48];                   // its identifier
-    Slot slots[kSlots];
+    std::atomic<std::uint32_t> used;   // memory under a tag is resident there, or soon
+    std::atomic<std::uint32_t> lends;  // its link
+    char device[48];                   // its identifier, once it has one
   };
   struct Member {
     enum Kind : std::uint32_t { none, engine, keeper };
@@ -146,7 +136,8 @@ class SharedIndex {
       step("join: alive");
       member_ = i;
       member.process = static_cast<std::uint32_t>(getpid());
-      member.link.lends = 0;
+      member.link.used = member.link.lends = 0;
+      std::memset(member.link.device, 0, sizeof member.link.device);
       set(member.joined, std::uint32_t{kind}, "join: joined");
       return true;
     }
@@ -392,19 +383,27 @@ class SharedIndex {
     for (const std::uint32_t index : used) layout_.slabs[index].mapped |= me();
     return used;
   }
-  // Notes that this member unmaps the complete slabs in which no part of `entries` lies (with `empty` only those that
-  // hold nothing), and returns those slabs.
-  [[nodiscard]] std::vector<std::uint32_t> unmap_unneeded(const std::vector<std::uint32_t>& entries, bool empty = false)
-      REQUIRES(mutex) {
+  // Notes that this member unmaps the complete slabs in which no part of `entries` lies, and returns those slabs.
+  [[nodiscard]] std::vector<std::uint32_t> unmap_unneeded(const std::vector<std::uint32_t>& entries) REQUIRES(mutex) {
     std::set<std::uint32_t> needed;
     for (const std::uint32_t entry : entries) {
       for (const auto& piece : pieces_of(entry)) needed.insert(piece.slab);
     }
-    const std::vector<std::uint32_t> unneeded = present_slabs([&](std::uint32_t index, const Slab& slab) {
-      return (slab.mapped & me()) != 0 && needed.count(index) == 0 && (!empty || slab.free_grains == slab.grains);
-    });
-    for (const std::uint32_t index : unneeded) layout_.slabs[index].mapped &= ~me();
+    const std::vector<std::uint32_t> unneeded = present_slabs(
+        [&](std::uint32_t index, const Slab& slab) { return (slab.mapped & me()) != 0 && needed.count(index) == 0; });
+    unmap(unneeded);
     return unneeded;
+  }
+  // As unmap_unneeded(), for those of `slabs` that hold nothing.
+  [[nodiscard]] std::vector<std::uint32_t> unmap_empty(const std::set<std::uint32_t>& slabs) REQUIRES(mutex) {
+    const std::vector<std::uint32_t> empty = present_slabs([&](std::uint32_t index, const Slab& slab) {
+      return (slab.mapped & me()) != 0 && slabs.count(index) != 0 && slab.free_grains == slab.grains;
+    });
+    unmap(empty);
+    return empty;
+  }
+  void unmap(const std::vector<std::uint32_t>& slabs) REQUIRES(mutex) {
+    for (const std::uint32_t index : slabs) layout_.slabs[index].mapped &= ~me();
   }
   // Returns the slabs that no member uses. This member is to free their pages, then to call end_freeing() for each.
   [[nodiscard]] std::vector<std::uint32_t> begin_freeing() REQUIRES(mutex) {
@@ -433,19 +432,17 @@ class SharedIndex {
     syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&layout_.changes), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
 
-  // Returns the link of this member, and those that members on other devices lend.
   [[nodiscard]] SharedLayout::Link& link() const { return layout_.members[member_].link; }
-  [[nodiscard]] std::vector<std::pair<std::uint32_t, SharedLayout::Link*>> lent_links(const std::string& device) const {
-    std::vector<std::pair<std::uint32_t, SharedLayout::Link*>> links;
-    std::set<std::string> devices{device};
+  // Returns the members, this one excluded, of whose links and devices `wanted` returns true.
+  [[nodiscard]] std::vector<std::uint32_t> members_with(
+      const std::function<bool(const SharedLayout::Link&, const std::string& device)>& wanted) const {
+    std::vector<std::uint32_t> members;
     for (std::uint32_t i = 0; i < kMembers; ++i) {
-      SharedLayout::Link& link = layout_.members[i].link;
-      const std::string other(link.device, strnlen(link.device, sizeof link.device));
-      if (i != member_ && layout_.members[i].joined != 0 && link.lends != 0 && devices.insert(other).second) {
-        links.emplace_back(i, &link);
-      }
+      const SharedLayout::Link& link = layout_.members[i].link;
+      const std::string device(link.device, strnlen(link.device, sizeof link.device));
+      if (i != member_ && layout_.members[i].joined != 0 && wanted(link, device)) members.push_back(i);
     }
-    return links;
+    return members;
   }
   [[nodiscard]] std::uint32_t member() const { return member_; }
 

@@ -256,36 +256,52 @@ class SharedStore {
     return std::all_of(slabs_.begin(), slabs_.end(),
                        [&](const auto& each) { return each.second.pinned() || !contains_any(each.second, ranges); });
   }
-  // The links of members (backup/links.hpp).
+  // For links of members (backup/links.hpp).
+  struct Part {
+    std::uint64_t slab, offset, bytes;
+  };
   [[nodiscard]] const StoreSockets& sockets() const { return sockets_; }
   [[nodiscard]] const SharedIndex& index() const { return *index_; }
-  // Maps and pins the memory of the store that holds anything. Throws out_of_host_memory or driver errors: a part is
-  // pinned.
-  void pin_used() {
-    std::vector<std::uint32_t> used;
+  // Held while a borrower of this process's link copies from memory that pinned_at() returned: nothing is unmapped.
+  Mutex lending;
+  // Maps and pins the memory of the store that holds anything, until `stop` returns true; unmaps what it has mapped so
+  // and holds nothing any more. Throws out_of_host_memory or driver errors: a part is pinned.
+  void pin_used(const std::function<bool()>& stop) EXCLUDES(lending) {
     {
       const Lock no_other(map_mutex_);
-      if (!lock_index()) return;
-      const Lock index(index_->mutex, std::adopt_lock);
-      used = index_->map_used();
+      std::vector<std::uint32_t> used;
+      {
+        if (!lock_index()) return;
+        const Lock index(index_->mutex, std::adopt_lock);
+        used = index_->map_used();
+      }
+      for (std::size_t i = 0; i < used.size(); ++i) {
+        Cleanup undo([&]() NO_THREAD_SAFETY_ANALYSIS {
+          if (!lock_index()) return;
+          const Lock index(index_->mutex, std::adopt_lock);
+          index_->unmap({used.begin() + static_cast<std::ptrdiff_t>(i), used.end()});
+        });
+        map(used[i]);
+        undo.dismiss();
+        lent_.insert(used[i]);
+      }
     }
-    for (const std::uint32_t slab : used) map(slab);
-    pin_if([](std::uint32_t, const HostMapping&) { return true; });
-  }
-  // Unmaps what holds nothing any more, so that its pages can be freed.
-  void unmap_empty() {
+    pin_if([&stop](std::uint32_t, const HostMapping&) { return !stop(); });
     Slabs empty;
     {
+      const Lock not_lent(lending);
       const Lock no_other(map_mutex_);
       const Lock not_pinned(pin_mutex_);
       if (!lock_index()) return;
       const Lock index(index_->mutex, std::adopt_lock);
-      empty = take_out(index_->unmap_unneeded({}, true));
+      const std::vector<std::uint32_t> slabs = index_->unmap_empty(lent_);
+      for (const std::uint32_t slab : slabs) lent_.erase(slab);
+      empty = take_out(slabs);
     }
     unmap(std::move(empty));
   }
   // Returns where memory of the store lies, for other members.
-  [[nodiscard]] std::optional<SharedLayout::Link::Part> part_of(const HostRange& range) const EXCLUDES(mutex_) {
+  [[nodiscard]] std::optional<Part> part_of(const HostRange& range) const EXCLUDES(mutex_) {
     const Lock lock(mutex_);
     for (const auto& [index, slab] : slabs_) {
       if (range.address - slab.address() < slab.bytes()) return {{index, range.address - slab.address(), range.bytes}};
@@ -293,7 +309,7 @@ class SharedStore {
     return std::nullopt;
   }
   // Returns the address of a part in this process; null unless it is pinned.
-  [[nodiscard]] const void* pinned_at(const SharedLayout::Link::Part& part) const EXCLUDES(mutex_) {
+  [[nodiscard]] const void* pinned_at(const Part& part) const REQUIRES(lending) EXCLUDES(mutex_) {
     const Lock lock(mutex_);
     const auto found = slabs_.find(static_cast<std::uint32_t>(part.slab));
     if (found == slabs_.end() || !found->second.pinned()) return nullptr;
@@ -319,6 +335,7 @@ class SharedStore {
     apply_pending();
     Slabs unneeded;
     {
+      const Lock not_lent(lending);
       const Lock no_other(map_mutex_);
       const Lock not_pinned(pin_mutex_);
       if (!lock_index()) return;
@@ -734,8 +751,9 @@ class SharedStore {
   std::map<std::uint32_t, HostMapping> slabs_ GUARDED_BY(mutex_);
   Slabs still_pinned_ GUARDED_BY(mutex_);  // that unmap() failed to unregister
 
-  Mutex map_mutex_;                          // held while a slab without entries is mapped, or given up
-  Mutex pin_mutex_ ACQUIRED_BEFORE(mutex_);  // held while a slab is registered, and is in slabs_
+  std::set<std::uint32_t> lent_ GUARDED_BY(map_mutex_);  // slabs that pin_used() has mapped
+  Mutex map_mutex_;                                      // held while a slab without entries is mapped, or given up
+  Mutex pin_mutex_ ACQUIRED_BEFORE(mutex_);              // held while a slab is registered, and is in slabs_
   std::atomic<std::size_t> target_{0};
   std::atomic<bool> tidy_wanted_{false};
   Background background_{"pin memory of the shared store; the next operation does it", [this] { work(); }};

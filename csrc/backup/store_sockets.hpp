@@ -85,34 +85,37 @@ class StoreSockets {
   // Ends serve(), in any thread, and refuses connections from now on.
   void stop() { shutdown(listener_, SHUT_RDWR); }
 
-  // The link of a member. These are of one other thread each, and return -1 if the system refuses.
+  // Sockets of messages, by which a member lends its link, and others borrow it. Return -1 if the system refuses. They
+  // do not wait.
   [[nodiscard]] int offer_link(std::uint32_t member) const {
-    int file = open_socket(SOCK_NONBLOCK);
+    int file = open_socket(SOCK_NONBLOCK, SOCK_SEQPACKET);
     if (file < 0 || !at_name(bind, file, link_name(member)) || ::listen(file, 1) != 0) close_and_forget(file);
     return file;
   }
-  // Returns a connection of this user's processes to an offer(); -1 if there is none within `timeout`.
-  [[nodiscard]] static int accept_link(int offer, std::chrono::milliseconds timeout) {
-    if (!readable(offer, timeout)) return -1;
-    int client = accept4(offer, nullptr, nullptr, SOCK_CLOEXEC);
+  [[nodiscard]] int borrow_link(std::uint32_t member) const {
+    int file = open_socket(SOCK_NONBLOCK, SOCK_SEQPACKET);  // others may wait for the same link
+    if (file < 0 || !at_name(connect, file, link_name(member)) || !is_of_this_user(file)) close_and_forget(file);
+    return file;
+  }
+  // Returns a connection of a process of this user to an offer.
+  [[nodiscard]] static int accept_link(int offer) {
+    int client = accept4(offer, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (client >= 0 && !is_of_this_user(client)) close_and_forget(client);
     return client;
-  }
-  // Returns a connection to a member that lends its link, and the descriptor that it sends within `timeout`.
-  [[nodiscard]] std::pair<int, int> borrow_link(std::uint32_t member, std::chrono::milliseconds timeout) const {
-    int connection = open_socket(SOCK_NONBLOCK);  // others may wait for the same link
-    int file = -1;
-    if (connection >= 0 && at_name(connect, connection, link_name(member)) && is_of_this_user(connection) &&
-        readable(connection, timeout)) {
-      file = receive_descriptor(connection);
-    }
-    if (file < 0) close_and_forget(connection);
-    return {connection, file};
   }
   // Returns whether there is something to read, or the other end is closed, within `timeout`.
   [[nodiscard]] static bool readable(int socket, std::chrono::milliseconds timeout) {
     pollfd waiting{socket, POLLIN, 0};
     return poll(&waiting, 1, static_cast<int>(timeout.count())) > 0;
+  }
+  [[nodiscard]] static int receive_descriptor(int socket) {
+    Message message;
+    if (recvmsg(socket, &message.header, MSG_CMSG_CLOEXEC) != 1) return -1;
+    const cmsghdr* const header = CMSG_FIRSTHDR(&message.header);
+    if (header == nullptr || header->cmsg_type != SCM_RIGHTS || header->cmsg_len != CMSG_LEN(sizeof(int))) return -1;
+    int file = -1;
+    std::memcpy(&file, CMSG_DATA(header), sizeof file);
+    return file;
   }
   static void send_descriptor(int socket, int file) {
     Message message;
@@ -154,7 +157,9 @@ class StoreSockets {
 
   [[nodiscard]] std::string link_name(std::uint32_t member) const { return prefix_ + "link/" + std::to_string(member); }
 
-  static int open_socket(int flags = 0) { return socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | flags, 0); }
+  static int open_socket(int flags = 0, int kind = SOCK_STREAM) {
+    return socket(AF_UNIX, kind | SOCK_CLOEXEC | flags, 0);
+  }
 
   static milliseconds left_until(Clock::time_point until) {
     return std::max(milliseconds(0), std::chrono::duration_cast<milliseconds>(until - Clock::now()));
@@ -179,16 +184,6 @@ class StoreSockets {
       header.msg_controllen = sizeof control;
     }
   };
-
-  static int receive_descriptor(int socket) {
-    Message message;
-    if (recvmsg(socket, &message.header, MSG_CMSG_CLOEXEC) != 1) return -1;
-    const cmsghdr* const header = CMSG_FIRSTHDR(&message.header);
-    if (header == nullptr || header->cmsg_type != SCM_RIGHTS || header->cmsg_len != CMSG_LEN(sizeof(int))) return -1;
-    int file = -1;
-    std::memcpy(&file, CMSG_DATA(header), sizeof file);
-    return file;
-  }
 
   static void close_and_forget(int& file) {
     if (file >= 0) close(file);
