@@ -50,8 +50,8 @@ class BackupStore {
       (void)lender_.release();
       return;
     }
-    background_.join();
     lender_.reset();
+    background_.join();
     pipelines_.clear();  // they use the pools and the files
   }
 
@@ -66,9 +66,10 @@ class BackupStore {
     if (!pool) pool = std::make_unique<HostPool>(driver_, settings_.host_backup_limit / nodes, node);
     pool_of_.emplace(device, pool.get());
     if (shared_ && pool_of_.size() == 1) {
-      SharedLayout::Link& link = shared_->index().link();
-      link.used = 1;
-      std::strncpy(link.device, driver_.device_info(device).uuid.c_str(), sizeof link.device - 1);
+      std::string uuid = driver_.device_info(device).uuid;
+      uuid.resize(round_up(uuid.size(), kDigestWord));
+      const DigestItem item{reinterpret_cast<std::uintptr_t>(uuid.data()), uuid.size(), 0};
+      shared_->index().set_device(digest_on_host(key_, item).lane0);
     }
   }
 
@@ -99,24 +100,23 @@ class BackupStore {
   }
   // Returns null if blocks are not shared with other processes.
   [[nodiscard]] SharedStore* shared() const { return shared_.get(); }
-  // Lends the link of `device`, the only one, to other members of the store if it is `idle`, until refuse_link(): none
-  // uses it on behalf of this process.
-  void lend_link(int device, std::function<bool()> idle) REQUIRES(operation_mutex) EXCLUDES(lender_mutex_) {
+  // Lends the link of `device`, the only one, to other members of the store while `idle`: it returns whether this
+  // process uses no memory of the device. Until refuse_link().
+  void lend_link(int device, std::function<bool()> idle) EXCLUDES(lender_mutex_) {
     if (!shared_) return;
     const Lock lock(lender_mutex_);
-    if (ended_) return;
-    shared_->index().link().used = idle() ? 0 : 1;
-    attempt_unless_lost("this process does not lend its link", [&]() REQUIRES(lender_mutex_) {
-      if (!lender_) lender_ = std::make_unique<LinkLender>(driver_, *shared_, device, std::move(idle));
-      lender_->lend();
+    if (ended_ || lender_) return;
+    shared_->index().set_idle(true);
+    attempt("this process does not lend its link", [&]() REQUIRES(lender_mutex_) {
+      lender_ = std::make_unique<LinkLender>(driver_, *shared_, device, std::move(idle));
     });
   }
-  // Returns once this process does nothing for other members.
-  void refuse_link() REQUIRES(operation_mutex) EXCLUDES(lender_mutex_) {
+  // Returns once this process uses its device for no other member, as ~LinkLender().
+  void refuse_link() EXCLUDES(lender_mutex_) {
     if (!shared_) return;
-    shared_->index().link().used = 1;
     const Lock lock(lender_mutex_);
-    if (lender_) lender_->refuse();
+    shared_->index().set_idle(false);
+    lender_.reset();
   }
   [[nodiscard]] const DigestKey& key() const { return key_; }
   [[nodiscard]] FileStore& files() { return files_; }

@@ -1,163 +1,168 @@
 #pragma once
 
+#include <deque>
+#include <list>
+
 #include "backup/shared_store.hpp"
 
 namespace memsaver {
 
-// A process on whose device nothing is in use lends its link to another member of its store, for the time of one
-// restore: it copies content of the store to a buffer on its device, from which the borrower takes it (over NVLink,
-// between GPUs that have it). So content comes over several links at once. The two speak by messages: the lender sends
-// the descriptor of the buffer, then one answer for each block that it is asked for.
+// A process on whose device nothing is in use lends the device's link to another member of its store, for the time of
+// one restore: it copies content of the store to a buffer on its device, from which the borrower takes it (over NVLink,
+// between GPUs that have it). So content comes over several links at once.
+//
+// On a connection of the two, the lender sends the descriptor of its buffer, then an answer to each request, in order.
+// A request is the number of an entry that the borrower holds; the answer is 1 once it is in the buffer, or 0 if the
+// lender has not pinned all of it. Request n is for slot n % kLinkSlots, and is sent once the borrower has taken what
+// was there. Either of them may end at any time, or stop: the other one sees the end of the connection, or nothing for
+// kLinkPatience.
 
-inline constexpr std::size_t kLinkSlots = 4;  // blocks of the buffer
-inline const std::size_t kLinkBytes = kLinkSlots * kBlockBytes;
+inline constexpr std::size_t kLinkSlots = 4;  // of the buffer, a block each
+inline constexpr std::chrono::milliseconds kLinkPatience{1000};
 
-struct LinkAsks {
-  std::uint32_t slot;  // to copy the parts to, one after the other
-  std::uint32_t parts;
-  SharedStore::Part part[kPieces];
-};
-struct LinkAnswer {
-  std::uint32_t slot;
-  std::uint32_t there;  // 0: this member has not pinned all parts
-};
+[[nodiscard]] inline std::size_t link_buffer_bytes(const DeviceInfo& device) {
+  return round_up(kLinkSlots * kBlockBytes, device.granularity);
+}
 
-// Owns a socket. A forked child keeps no connection open: its end is shut down first.
+// Owns one end of a connection for messages of one number, and waits for none. One thread.
 class LinkSocket {
  public:
   explicit LinkSocket(int file) : file_(file) {}
   LinkSocket(const LinkSocket&) = delete;
+  // Ends the connection, also if a forked child has this end, too.
   ~LinkSocket() {
-    if (file_ < 0) return;
     shutdown(file_, SHUT_RDWR);
     close(file_);
   }
+
   [[nodiscard]] int file() const { return file_; }
-  template <typename Value>
-  void say(const Value& value) const {
-    (void)!send(file_, &value, sizeof value, MSG_NOSIGNAL);  // if it fails, the other end is closed
+  // Returns whether nothing more will come.
+  [[nodiscard]] bool ended() const { return ended_; }
+  // Returns the next message, if there is one.
+  [[nodiscard]] std::optional<std::uint32_t> receive() {
+    std::uint32_t message = 0;
+    const ssize_t bytes = recv(file_, &message, sizeof message, MSG_DONTWAIT);
+    if (bytes == static_cast<ssize_t>(sizeof message)) return message;
+    note_end(bytes);
+    return std::nullopt;
   }
-  // Returns false without a message; `ended` if there will be none.
-  template <typename Value>
-  [[nodiscard]] bool hear(Value& value, bool& ended) const {
-    const ssize_t bytes = recv(file_, &value, sizeof value, 0);
-    ended = bytes != static_cast<ssize_t>(sizeof value) && !(bytes < 0 && (errno == EAGAIN || errno == EINTR));
-    return bytes == static_cast<ssize_t>(sizeof value);
+  // Likewise; the caller is to close the descriptor.
+  [[nodiscard]] std::optional<int> receive_descriptor() {
+    errno = 0;
+    const int file = StoreSockets::receive_descriptor(file_);
+    if (file >= 0) return file;
+    note_end(-1);
+    return std::nullopt;
+  }
+  // If that fails, the other side has ended, or does not read: nothing more comes from it.
+  void send(std::uint32_t message) {
+    if (::send(file_, &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) ended_ = true;
+  }
+  void send_descriptor(int file) { StoreSockets::send_descriptor(file_, file); }
+  // Lets the other side see that nothing more comes, and waits up to `timeout` until it ends the connection.
+  void end(std::chrono::milliseconds timeout) {
+    shutdown(file_, SHUT_WR);
+    while (!ended_ && StoreSockets::readable(file_, timeout)) (void)receive();
   }
 
  private:
+  void note_end(ssize_t received) { ended_ = ended_ || received >= 0 || (errno != EAGAIN && errno != EINTR); }
+
   const int file_;
+  bool ended_ = false;
 };
 
-// Owns the thread of a member that lends the link of its device. Any thread may call any function.
+// Owns a thread that lends the link of this process's device to one borrower after the other.
 class LinkLender {
  public:
-  // `idle` returns whether this process uses no memory of the device. Throws driver errors.
+  // `idle` returns whether this process uses no memory of the device; it is called by the thread. Lends nothing if the
+  // system refuses what it needs. Throws driver errors.
   LinkLender(Driver& driver, SharedStore& store, int device, std::function<bool()> idle)
-      : driver_(driver),
-        store_(store),
-        device_(device),
-        info_(driver.device_info(device)),
-        idle_(std::move(idle)),
-        offer_(store.sockets().offer_link(store.index().member())) {
-    auto thread = offer_.file() >= 0 ? sys::start_thread([this] { run(); }) : std::nullopt;
-    if (thread) thread_ = std::move(*thread);
+      : driver_(driver), store_(store), device_(device), info_(driver.device_info(device)), idle_(std::move(idle)) {
+    if (!store_.sockets().offer_link(store_.index().member())) return;
+    if (auto thread = sys::start_thread([this] { run(); })) {
+      thread_ = std::move(*thread);
+    } else {
+      store_.sockets().end_offer();
+    }
   }
+  LinkLender(const LinkLender&) = delete;
+  // Waits until nothing is under way and the memory of the buffer is free: some milliseconds, or what one registration
+  // of memory takes. A borrower that does not run keeps the memory; it is not waited for longer than kReturn.
   ~LinkLender() {
     ending_ = true;
-    refuse();
-    if (offer_.file() >= 0) shutdown(offer_.file(), SHUT_RDWR);
+    store_.sockets().end_offer();
     if (thread_.joinable()) thread_.join();
-  }
-  void lend() { lends_ = true; }
-  // Stops lending, and returns once this process does nothing for it any more. A borrower keeps what is left of the
-  // buffer until it sees that, some milliseconds.
-  void refuse() EXCLUDES(working_) {
-    lends_ = false;
-    link().lends = 0;
-    const Lock nothing_under_way(working_);
   }
 
  private:
-  static constexpr std::chrono::milliseconds kUpkeep{200};  // how soon new content of the store is pinned
-  static constexpr std::size_t kSpareShare = 4;             // of the device, which must be free
+  static constexpr std::chrono::milliseconds kUpkeep{1000};  // how soon new content of the store is pinned
+  static constexpr std::chrono::milliseconds kReturn{200};   // for a borrower to give the buffer up
+  static constexpr std::size_t kSpareShare = 4;              // of the device's memory, that must be free
 
-  [[nodiscard]] SharedLayout::Link& link() const { return store_.index().link(); }
-
-  // Returns whether no process uses the device, as far as this one knows.
-  [[nodiscard]] bool may_lend() const {
-    if (!lends_ || !idle_()) return false;
-    const auto uses = [this](const SharedLayout::Link& link, const std::string& device) {
-      return link.used != 0 && device == info_.uuid;
-    };
-    if (!store_.index().members_with(uses).empty()) return false;
+  // Until the end of the offer, or a failure, after which nothing is lent.
+  void run() {
+    attempt("this process does not lend its link until its next operation", [this] {
+      std::optional<std::uint32_t> pinned;  // what changes() was
+      while (!ending_) {
+        const std::uint32_t changes = store_.changes();
+        const auto stop = [this] { return ending_ || store_.sockets().link_is_wanted(); };
+        if (changes != pinned && store_.pin_used(stop)) pinned = changes;
+        const int connection = store_.sockets().accept_link(kUpkeep);
+        if (connection < 0) continue;
+        LinkSocket borrower(connection);
+        if (may_lend()) serve(borrower);
+      }
+    });
+    store_.sockets().end_offer();
+  }
+  // Returns whether nothing uses the device, as far as this process knows, and much of its memory is free.
+  [[nodiscard]] bool may_lend() {
+    if (!idle_() || store_.index().device_in_use()) return false;
     const MemoryInfo memory = driver_.memory_info(device_);
     return memory.free_bytes >= memory.total_bytes / kSpareShare;
   }
-
-  void run() {
-    while (!ending_) {
-      bool ready = false;
-      {
-        const Lock working(working_);
-        ready = lends_ && attempt("this process does not lend its link now", [this] {
-                  if (may_lend()) store_.pin_used([this] { return !lends_; });
-                });
-        link().lends = ready && may_lend() ? 1 : 0;
-        failed_ = lends_ && !ready;
-      }
-      if (!StoreSockets::readable(offer_.file(), failed_ ? 50 * kUpkeep : kUpkeep)) continue;
-      const LinkSocket borrower(StoreSockets::accept_link(offer_.file()));
-      if (borrower.file() < 0) {
-        if (!ending_) std::this_thread::sleep_for(kUpkeep);  // no descriptor is free, or it was another user's
-        continue;
-      }
-      const Lock working(working_);
-      const Lock lending(store_.lending);
-      attempt("a borrower of this process's link does without it", [&]() REQUIRES(store_.lending) {
-        if (may_lend()) serve(borrower);
-      });
-    }
+  [[nodiscard]] bool goes_on(const LinkSocket& borrower) const {
+    return !borrower.ended() && !ending_ && !store_.index().device_in_use();
   }
-  // Copies what the borrower asks for, until it ends, or this process refuses.
-  void serve(const LinkSocket& borrower) REQUIRES(store_.lending) {
+  // Copies what the borrower asks for, until it ends or is silent, or something is to use the device. Throws driver
+  // errors: nothing is under way.
+  void serve(LinkSocket& borrower) {
     const OwnStream stream(driver_, device_);
-    const std::size_t bytes = round_up(kLinkBytes, info_.granularity);
-    DeviceRange buffer(driver_, device_, bytes);
-    buffer.map(bytes, [&] { return driver_.create(device_, bytes, true); });
-    const int file = driver_.export_handle(device_, *buffer.handle());
-    StoreSockets::send_descriptor(borrower.file(), file);
-    close(file);
-    std::deque<std::pair<std::uint32_t, Recorded>> copies;  // by slot
-    const Cleanup at_end([&] { finish(stream); });
-    for (bool ended = false; lends_ && !ended;) {
-      LinkAsks asks{};
-      while (borrower.hear(asks, ended)) {
-        if (copy(asks, buffer.address(), stream)) {
-          copies.emplace_back(asks.slot, std::make_shared<RecordedEvent>(driver_, device_, stream));
-        } else {
-          borrower.say(LinkAnswer{asks.slot, 0});
+    DeviceRange buffer(driver_, device_, link_buffer_bytes(info_));
+    buffer.map(link_buffer_bytes(info_), [this] { return driver_.create(device_, link_buffer_bytes(info_), true); });
+    {
+      const int file = driver_.export_handle(device_, *buffer.handle());
+      borrower.send_descriptor(file);
+      close(file);
+    }
+    std::size_t requests = 0;
+    while (goes_on(borrower) && store_.sockets().await(borrower.file(), kLinkPatience)) {
+      const Lock lending(store_.lending);
+      const Cleanup at_end([&] { finish(stream); });
+      std::deque<Recorded> copies;  // null: something is missing
+      while (goes_on(borrower)) {
+        while (const auto request = borrower.receive()) {
+          const Address slot = buffer.address() + requests++ % kLinkSlots * kBlockBytes;
+          const bool copied = copy(*request, slot, stream);
+          copies.push_back(copied ? std::make_shared<RecordedEvent>(driver_, device_, stream) : nullptr);
         }
-      }
-      for (; !copies.empty() && copies.front().second->done(); copies.pop_front()) {
-        borrower.say(LinkAnswer{copies.front().first, 1});
-      }
-      if (!copies.empty()) {
-        std::this_thread::sleep_for(std::chrono::microseconds(20));
-      } else if (!ended) {
-        (void)StoreSockets::readable(borrower.file(), std::chrono::milliseconds(1));
+        if (copies.empty()) break;
+        if (copies.front()) copies.front()->wait();
+        borrower.send(copies.front() ? 1 : 0);
+        copies.pop_front();
       }
     }
+    buffer.close();
+    borrower.end(kReturn);
   }
-  // Returns whether all parts are being copied.
-  [[nodiscard]] bool copy(const LinkAsks& asks, Address buffer, Stream stream) REQUIRES(store_.lending) {
-    std::size_t bytes = 0;
-    if (asks.slot >= kLinkSlots) return false;
-    for (std::size_t i = 0; i < std::min<std::size_t>(asks.parts, kPieces); ++i) {
-      const void* const from = store_.pinned_at(asks.part[i]);
-      if (from == nullptr || asks.part[i].bytes > kBlockBytes - bytes) return false;
-      driver_.copy_to_device(device_, buffer + asks.slot * kBlockBytes + bytes, from, asks.part[i].bytes, stream);
-      bytes += asks.part[i].bytes;
+  // Returns whether the entry is being copied.
+  [[nodiscard]] bool copy(std::uint32_t entry, Address to, Stream stream) REQUIRES(store_.lending) {
+    const std::vector<HostRange> memory = store_.pinned_memory_of(entry);
+    if (memory.empty() || sum_of(memory) > kBlockBytes) return false;
+    for (const auto& range : memory) {
+      driver_.copy_to_device(device_, to, reinterpret_cast<const void*>(range.address), range.bytes, stream);
+      to += range.bytes;
     }
     return true;
   }
@@ -171,76 +176,131 @@ class LinkLender {
   const int device_;
   const DeviceInfo info_;
   const std::function<bool()> idle_;
-  const LinkSocket offer_;
-  std::atomic<bool> lends_{false};
   std::atomic<bool> ending_{false};
-  bool failed_ = false;
-  Mutex working_ ACQUIRED_BEFORE(store_.lending);  // held while the thread uses the device or the store
   std::thread thread_;
 };
 
-// Owns the use of one link that another member lends. One thread.
-class BorrowedLink {
+// Owns the links of other members that one restore uses, and knows which blocks are under way on them. One thread.
+class BorrowedLinks {
  public:
-  // Returns the links that members on other devices lend now, one of each device. What cannot be borrowed within
-  // kPatience is left out. Throws context_lost.
-  [[nodiscard]] static std::vector<std::unique_ptr<BorrowedLink>> all(Driver& driver, SharedStore& store, int device) {
-    std::vector<std::unique_ptr<BorrowedLink>> links;
-    attempt_unless_lost("no link is borrowed", [&] {
-      const DeviceInfo info = driver.device_info(device);
-      std::set<std::string> devices{info.uuid};
-      const auto lends = [&](const SharedLayout::Link& link, const std::string& of) {
-        return link.lends != 0 && devices.insert(of).second;
-      };
-      std::vector<std::unique_ptr<LinkSocket>> lenders;
-      for (const std::uint32_t member : store.index().members_with(lends)) {
-        lenders.push_back(std::make_unique<LinkSocket>(store.sockets().borrow_link(member)));
-      }
-      const auto until = std::chrono::steady_clock::now() + kPatience;
-      for (auto& lender : lenders) {
-        const auto left =
-            std::max(std::chrono::steady_clock::duration::zero(), until - std::chrono::steady_clock::now());
-        const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(left);
-        if (lender->file() < 0 || !StoreSockets::readable(lender->file(), ms)) continue;
-        const int file = StoreSockets::receive_descriptor(lender->file());
-        if (file < 0) continue;
-        const Cleanup at_end([file] { close(file); });
-        attempt_unless_lost("a link is not borrowed", [&] {
-          links.push_back(std::make_unique<BorrowedLink>(driver, device, std::move(lender), file, info.granularity));
-        });
-      }
-    });
-    return links;
+  // Asks members whose devices are idle for their links, one of each device. `arrived(block, from, stream)` queues on
+  // `stream` what becomes of a block that lies at `from`; `lost(block)` restores one that did not come. Throws driver
+  // errors.
+  BorrowedLinks(Driver& driver, SharedStore& store, int device,
+                std::function<void(std::size_t, Address, Stream)> arrived, std::function<void(std::size_t)> lost)
+      : driver_(driver),
+        device_(device),
+        buffer_bytes_(link_buffer_bytes(driver.device_info(device))),
+        stream_(driver, device),
+        arrived_(std::move(arrived)),
+        lost_(std::move(lost)) {
+    std::set<std::uint64_t> devices;
+    for (const auto& [member, of] : store.index().idle_members()) {
+      if (devices.count(of) != 0) continue;
+      const int connection = store.sockets().borrow_link(member);
+      if (connection < 0) continue;  // it has ended, or does not lend
+      devices.insert(of);
+      links_.emplace_back(connection);
+    }
   }
-  // Throws driver errors.
-  BorrowedLink(Driver& driver, int device, std::unique_ptr<LinkSocket> lender, int file, std::size_t granularity)
-      : lender_(std::move(lender)), buffer_(driver, device, round_up(kLinkBytes, granularity)) {
-    const std::size_t bytes = round_up(kLinkBytes, granularity);
-    buffer_.map(bytes, [&] { return driver.import_handle(device, file, bytes); });
-  }
-  // Only while nothing uses the buffer.
-  ~BorrowedLink() {
-    attempt("the buffer of a borrowed link stays mapped", [this] { buffer_.close(); });
+  BorrowedLinks(const BorrowedLinks&) = delete;
+  // Waits until nothing is under way.
+  ~BorrowedLinks() {
+    if (attempt("while waiting for borrowed links", [this] { RecordedEvent(driver_, device_, stream_).wait(); }))
+      return;
+    attempt("while waiting for the device", [this] { driver_.synchronize(device_); });
   }
 
-  [[nodiscard]] Address address(std::size_t slot) const { return buffer_.address() + slot * kBlockBytes; }
-  // Asks for content of the store, at most a block, to be copied to a slot.
-  void ask(std::size_t slot, const std::vector<SharedStore::Part>& parts) const {
-    LinkAsks asks{static_cast<std::uint32_t>(slot), static_cast<std::uint32_t>(parts.size()), {}};
-    std::copy(parts.begin(), parts.end(), asks.part);
-    lender_->say(asks);
+  // Returns whether there are links, or there may soon be.
+  [[nodiscard]] bool any() const { return !links_.empty(); }
+  // Asks a link that is free for a block, which has an entry. Returns false if none is free.
+  [[nodiscard]] bool ask(std::size_t block, std::uint32_t entry) {
+    const auto link = std::find_if(links_.begin(), links_.end(), [](const Link& each) { return each.is_free(); });
+    if (link == links_.end()) return false;
+    if (link->asked.empty()) link->since = Clock::now();
+    link->asked.push_back(block);
+    link->lender.send(entry);
+    return true;
   }
-  // Returns the next answer, if there is one now; `ended` if there will be none.
-  [[nodiscard]] std::optional<LinkAnswer> answer(bool& ended) const {
-    LinkAnswer answer{};
-    return lender_->hear(answer, ended) ? std::optional(answer) : std::nullopt;
+  // Takes what has come, and restores what links that have ended did not bring. Throws driver errors and what the
+  // callbacks throw.
+  void pump() {
+    for (auto next = links_.begin(); next != links_.end();) {
+      const auto link = next++;
+      if (link->buffer ? !take_answers(*link) : !open(*link) || link->lender.ended() || link->is_late()) drop(link);
+    }
+  }
+  // Waits until no block is under way. Throws as pump().
+  void wait() {
+    const auto asked = [this] {
+      return std::find_if(links_.begin(), links_.end(), [](const Link& each) { return !each.asked.empty(); });
+    };
+    for (pump(); asked() != links_.end(); pump()) {
+      (void)StoreSockets::readable(asked()->lender.file(), kLinkPatience);
+    }
+    RecordedEvent(driver_, device_, stream_).wait();
   }
 
  private:
-  static constexpr std::chrono::milliseconds kPatience{50};
+  using Clock = std::chrono::steady_clock;
 
-  const std::unique_ptr<LinkSocket> lender_;
-  DeviceRange buffer_;
+  struct Link {
+    explicit Link(int connection) : lender(connection) {}
+
+    LinkSocket lender;
+    std::optional<DeviceRange> buffer;  // closed before the connection, whose end says so to the lender
+    std::size_t answers = 0;
+    std::deque<std::size_t> asked;           // blocks without an answer, in order
+    std::deque<Recorded> taken;              // slots of the answers before: in use until these events; null: not used
+    Clock::time_point since = Clock::now();  // when the buffer, or the next answer, was first waited for
+
+    [[nodiscard]] bool is_free() const { return buffer && asked.size() + taken.size() < kLinkSlots; }
+    [[nodiscard]] bool is_late() const { return (!buffer || !asked.empty()) && Clock::now() - since > kLinkPatience; }
+  };
+
+  // Maps the lender's buffer, if its descriptor has come. Returns false if the link cannot be used.
+  [[nodiscard]] bool open(Link& link) {
+    const auto file = link.lender.receive_descriptor();
+    if (!file) return true;
+    const Cleanup at_end([&] { close(*file); });
+    return attempt_unless_lost("a link is not borrowed", [&] {
+      DeviceRange& buffer = link.buffer.emplace(driver_, device_, buffer_bytes_);
+      buffer.map(buffer_bytes_, [&] { return driver_.import_handle(device_, *file, buffer_bytes_); });
+    });
+  }
+  // Returns false if the link cannot be used any more.
+  [[nodiscard]] bool take_answers(Link& link) {
+    while (const auto answer = link.lender.receive()) {
+      if (link.asked.empty()) return false;
+      const std::size_t block = link.asked.front();
+      link.asked.pop_front();
+      link.since = Clock::now();
+      if (*answer != 0) {
+        arrived_(block, link.buffer->address() + link.answers % kLinkSlots * kBlockBytes, stream_);
+        link.taken.push_back(std::make_shared<RecordedEvent>(driver_, device_, stream_));
+      } else {
+        lost_(block);
+        link.taken.push_back(nullptr);
+      }
+      ++link.answers;
+    }
+    while (!link.taken.empty() && (!link.taken.front() || link.taken.front()->done())) link.taken.pop_front();
+    return !link.lender.ended() && !link.is_late();
+  }
+  void drop(std::list<Link>::iterator link) {
+    RecordedEvent(driver_, device_, stream_).wait();
+    const std::deque<std::size_t> asked = std::move(link->asked);
+    links_.erase(link);
+    for (const std::size_t block : asked) lost_(block);
+  }
+
+  Driver& driver_;
+  const int device_;
+  const std::size_t buffer_bytes_;
+  const OwnStream stream_;
+  const std::function<void(std::size_t, Address, Stream)> arrived_;
+  const std::function<void(std::size_t)> lost_;
+  std::list<Link> links_;
 };
 
 }  // namespace memsaver

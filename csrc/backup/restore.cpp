@@ -12,8 +12,9 @@ constexpr std::size_t kSampleEvery = 16;
 // of the same block, so that it is there soon: 11.5 GB took 0.27 to 0.30 s (H100, 16 cores), in parts of 4 or 8 MiB
 // 0.32 to 0.41.
 constexpr std::size_t kReaders = 16;
-// Links are borrowed for at least so many blocks, and then so many are under way on the process's link at once.
-constexpr std::size_t kBorrowedFor = 8;
+// Links are borrowed for at least so many blocks: to open one takes 3 ms, in which the process's own link brings five.
+// Then so many are under way on the own one at once.
+constexpr std::size_t kBorrowedFor = 16;
 constexpr std::size_t kOwnBlocks = 3;
 const std::size_t kPartBytes = kBlockBytes / 16;
 
@@ -103,118 +104,6 @@ class Unpacking {
   std::vector<unsigned char> unpacked_;
 };
 
-// Owns the links that one restore borrows, and knows which blocks are on their way over them.
-class LinkedBlocks {
- public:
-  // `arrived(block, from, stream)` queues on `stream` what becomes of a block that lies at `from` on a device;
-  // `lost(block)` restores one that a link has not brought. Throws driver errors.
-  LinkedBlocks(Pipeline& pipeline, Crew& opener, std::function<void(std::size_t, Address, Stream)> arrived,
-               std::function<void(std::size_t)> lost)
-      : pipeline_(pipeline),
-        stream_(pipeline.driver, pipeline.device),
-        arrived_(std::move(arrived)),
-        lost_(std::move(lost)),
-        opening_(opener.run(1, [this](std::size_t) {
-          opened_ = BorrowedLink::all(pipeline_.driver, *pipeline_.store, pipeline_.device);
-        })) {}
-  // Waits until nothing is under way.
-  ~LinkedBlocks() {
-    if (opening_.valid()) opening_.wait();
-    if (attempt("while waiting for borrowed links", [this] { pipeline_.record(stream_)->wait(); })) return;
-    attempt("while waiting for the device", [this] { pipeline_.driver.synchronize(pipeline_.device); });
-  }
-
-  // Returns whether a link brings this block, content of the shared store.
-  [[nodiscard]] bool offer(std::size_t index, const Block& block) {
-    for (auto& link : links_) {
-      const auto free =
-          std::find_if(link.slots.begin(), link.slots.end(), [](const auto& slot) { return !slot.block; });
-      if (link.lender == nullptr || free == link.slots.end()) continue;
-      std::vector<SharedStore::Part> parts;
-      for (const auto& range : block.host) {
-        const auto part = pipeline_.store->part_of(range);
-        if (!part || parts.size() == kPieces) return false;
-        parts.push_back(*part);
-      }
-      *free = {index, Clock::now(), {}};
-      link.lender->ask(static_cast<std::size_t>(free - link.slots.begin()), parts);
-      return true;
-    }
-    return false;
-  }
-  // Takes what has arrived, and restores what links do not bring.
-  void pump() {
-    if (opening_.valid() && opening_.wait_for(std::chrono::seconds(0)) != std::future_status::timeout) {
-      std::exchange(opening_, {}).get();
-      for (auto& lender : opened_) links_.push_back({std::move(lender), {}});
-    }
-    for (auto& link : links_) {
-      if (link.lender != nullptr) pump(link);
-    }
-  }
-  // Returns whether a link may still bring blocks.
-  [[nodiscard]] bool any() const {
-    return opening_.valid() ||
-           std::any_of(links_.begin(), links_.end(), [](const auto& link) { return link.lender != nullptr; });
-  }
-  [[nodiscard]] bool empty() const {
-    return std::all_of(links_.begin(), links_.end(), [](const auto& link) {
-      return std::all_of(link.slots.begin(), link.slots.end(), [](const auto& slot) { return !slot.block; });
-    });
-  }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  static constexpr std::chrono::milliseconds kPatience{1000};  // for a block
-
-  struct Slot {
-    std::optional<std::size_t> block;
-    Clock::time_point asked{};
-    Recorded taken{};  // what has arrived is in use until this event
-  };
-  struct Link {
-    std::unique_ptr<BorrowedLink> lender;  // null once it has ended
-    std::array<Slot, kLinkSlots> slots;
-  };
-
-  void pump(Link& link) {
-    bool ended = false;
-    while (const auto answer = link.lender->answer(ended)) {
-      Slot& slot = link.slots.at(answer->slot % kLinkSlots);
-      if (!slot.block || slot.taken) continue;
-      if (answer->there == 0) {
-        lost_(*std::exchange(slot.block, std::nullopt));
-      } else {
-        arrived_(*slot.block, link.lender->address(answer->slot % kLinkSlots), stream_);
-        slot.taken = pipeline_.record(stream_);
-      }
-    }
-    for (auto& slot : link.slots) {
-      if (slot.taken && slot.taken->done()) slot = {};
-      ended = ended || (slot.block && !slot.taken && Clock::now() - slot.asked > kPatience);
-    }
-    if (ended) give_up(link);
-  }
-  void give_up(Link& link) {
-    const std::array<Slot, kLinkSlots> slots = std::exchange(link.slots, {});
-    for (const auto& slot : slots) {
-      if (slot.taken) slot.taken->wait();
-    }
-    link.lender.reset();
-    for (const auto& slot : slots) {
-      if (slot.block && !slot.taken) lost_(*slot.block);
-    }
-  }
-
-  Pipeline& pipeline_;
-  const OwnStream stream_;
-  const std::function<void(std::size_t, Address, Stream)> arrived_;
-  const std::function<void(std::size_t)> lost_;
-  std::vector<std::unique_ptr<BorrowedLink>> opened_;
-  std::vector<Link> links_;
-  std::shared_future<void> opening_;  // the last member: it uses others
-};
-
 // One Pipeline::restore(): acquires chunk after chunk, and copies and verifies blocks once they are mapped.
 class RestoreTask {
  public:
@@ -231,7 +120,7 @@ class RestoreTask {
     const std::vector<std::size_t> packed = packed_first();
     prepare_bounce();
     for (const std::size_t i : packed) restore_chunk(i);
-    wait_for_links();
+    if (links_) links_->wait();
     unpacking_.end();
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
       if (restored_.count(i) == 0) restore_chunk(i);
@@ -330,7 +219,9 @@ class RestoreTask {
     const std::size_t index = next_block_++;
     ContentBlock& content = blocks_[index];
     try {
+      if (links_) links_->pump();
       restore_block(index);
+      if (may_be_linked(*content.block) && --linkable_ == 0) end_links();
     } catch (Error& error) {
       if (error.call == "pread") note_damage(content, error);
       throw error.with_tag(content.tag).with_address(content.begin()).with_bytes(content.block->bytes);
@@ -379,33 +270,38 @@ class RestoreTask {
     if (is_checked(*content.block)) add_to_window(index);
   }
 
-  // Borrows links, if other members of the store lend some and there is enough content in it.
+  [[nodiscard]] static bool may_be_linked(const Block& block) {
+    return block.shared && block.kept == Kept::host && block.kept_bytes() >= kBlockBytes / 4;
+  }
+  // Borrows links, if there is enough content for them.
   void borrow_links() {
-    const auto blocks = std::count_if(blocks_.begin(), blocks_.end(), [this](const auto& content) {
-      return content.block->shared && content.block->kept == Kept::host && !passes(*content.block);
-    });
-    if (static_cast<std::size_t>(blocks) < kBorrowedFor) return;
-    const auto lends = [](const SharedLayout::Link& link, const std::string&) { return link.lends != 0; };
-    if (pipeline_.store->index().members_with(lends).empty()) return;
+    linkable_ = static_cast<std::size_t>(std::count_if(
+        blocks_.begin(), blocks_.end(), [](const auto& content) { return may_be_linked(*content.block); }));
+    if (linkable_ < kBorrowedFor || pipeline_.store->index().idle_members().empty()) return;
     attempt_unless_lost("no link is borrowed", [this] {
-      links_ = std::make_unique<LinkedBlocks>(
-          pipeline_, readers_, [this](std::size_t index, Address from, Stream stream) { take(index, from, stream); },
+      links_ = std::make_unique<BorrowedLinks>(
+          driver_, *pipeline_.store, device_,
+          [this](std::size_t index, Address from, Stream stream) { take(index, from, stream); },
           [this](std::size_t index) { copy_block(index); });
     });
   }
   // Waits until the own link or another one is free for this block. Returns whether it is another one.
   [[nodiscard]] bool comes_over_a_link(std::size_t index) {
     const Block& block = *blocks_[index].block;
-    if (!block.shared || block.kept_bytes() < kBlockBytes / 4) return false;
+    if (!links_ || !may_be_linked(block)) return false;
     if (block.packed_bytes != 0 && pipeline_.packing.buffers() == 0) return false;
-    while (links_) {
-      links_->pump();
-      if (links_->offer(index, block)) return true;
+    while (!links_->ask(index, *block.shared)) {
       while (!own_.empty() && own_.front()->done()) own_.pop_front();
       if (own_.size() < kOwnBlocks || !links_->any()) return false;
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
+      own_.front()->wait();
+      links_->pump();
     }
-    return false;
+    return true;
+  }
+  void end_links() {
+    if (links_) links_->wait();
+    links_.reset();
+    own_.clear();
   }
   // Queues the rest of the way of a block that a link has brought.
   void take(std::size_t index, Address from, Stream stream) {
@@ -425,13 +321,6 @@ class RestoreTask {
     seconds_.linked_bytes += static_cast<double>(content.block->kept_bytes());
     note_copied(index);
   }
-  void wait_for_links() {
-    while (links_ && !links_->empty()) {
-      links_->pump();
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
-    }
-  }
-
   void restore_from_read(const ContentBlock& content) {
     {
       const Stopwatch watch(seconds_.copy);
@@ -553,8 +442,6 @@ class RestoreTask {
   }
 
   void finish() {
-    wait_for_links();
-    links_.reset();
     submit_window();
     while (digests_ != nullptr && !digests_->empty()) check_oldest_window();
     const Stopwatch watch(seconds_.copy);
@@ -588,9 +475,10 @@ class RestoreTask {
   std::deque<std::size_t> checked_;  // blocks whose digests are under way, or in the window
   PipelineSeconds seconds_;
   Unpacking unpacking_{pipeline_, seconds_};
-  std::unique_ptr<LinkedBlocks> links_;  // null without
-  std::deque<Recorded> own_;             // the blocks under way on the link of this device
-  Recorded zeros_;                       // the last zeros under content
+  std::size_t linkable_ = 0;              // blocks left that may come over a link
+  std::unique_ptr<BorrowedLinks> links_;  // null without
+  std::deque<Recorded> own_;              // the blocks under way on the link of this device
+  Recorded zeros_;                        // the last zeros under content
 };
 
 }  // namespace

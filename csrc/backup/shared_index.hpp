@@ -34,18 +34,13 @@ inline constexpr std::size_t kPieces = 8;  // of one block at most: a block also
 // slabs; a hole in the file takes no memory. Each change becomes valid by one store of an atomic, so a process may be
 // killed at any instant; the fields marked "computed" then follow from the others, and are computed anew.
 struct SharedLayout {
-  // How a member uses its device (backup/links.hpp).
-  struct Link {
-    std::atomic<std::uint32_t> used;   // memory under a tag is resident there, or soon
-    std::atomic<std::uint32_t> lends;  // its link
-    char device[48];                   // its identifier, once it has one
-  };
   struct Member {
     enum Kind : std::uint32_t { none, engine, keeper };
     pthread_mutex_t alive;              // the liveness mutex: held by a thread of the process as long as it is a member
     std::atomic<std::uint32_t> joined;  // a Kind
     std::atomic<std::uint32_t> process;  // its id
-    Link link;
+    std::atomic<std::uint64_t> device;   // a number that says which one it uses; 0: none yet
+    std::atomic<std::uint32_t> idle;     // it uses no memory of the device
   };
   struct Slab {
     enum State : std::uint32_t { absent, making, present, freeing };
@@ -136,8 +131,8 @@ class SharedIndex {
       step("join: alive");
       member_ = i;
       member.process = static_cast<std::uint32_t>(getpid());
-      member.link.used = member.link.lends = 0;
-      std::memset(member.link.device, 0, sizeof member.link.device);
+      member.device = 0;
+      member.idle = 0;
       set(member.joined, std::uint32_t{kind}, "join: joined");
       return true;
     }
@@ -368,42 +363,24 @@ class SharedIndex {
     set(layout_.slabs[slab].state, Slab::present, "slab: made");
     wake();
   }
-  // Notes that this member maps one more complete slab, and returns it; nothing if it has mapped them all.
-  [[nodiscard]] std::optional<std::uint32_t> map_another() REQUIRES(mutex) {
-    const auto others = present_slabs([this](std::uint32_t, const Slab& slab) { return (slab.mapped & me()) == 0; });
+  // Notes that this member maps one more complete slab, with `used` one that holds anything, and returns it; nothing if
+  // it has mapped them all.
+  [[nodiscard]] std::optional<std::uint32_t> map_another(bool used) REQUIRES(mutex) {
+    const auto others = present_slabs([this, used](std::uint32_t, const Slab& slab) {
+      return (slab.mapped & me()) == 0 && (!used || slab.free_grains < slab.grains);
+    });
     if (others.empty()) return std::nullopt;
     layout_.slabs[others.front()].mapped |= me();
     return others.front();
   }
-  // Notes that this member maps the complete slabs that hold anything, and returns those that it did not map before.
-  [[nodiscard]] std::vector<std::uint32_t> map_used() REQUIRES(mutex) {
-    const auto used = present_slabs([this](std::uint32_t, const Slab& slab) {
-      return (slab.mapped & me()) == 0 && slab.free_grains < slab.grains;
+  // Notes that this member unmaps the complete slabs for which `wanted(slab, empty)` returns true, and returns them.
+  [[nodiscard]] std::vector<std::uint32_t> unmap_if(const std::function<bool(std::uint32_t, bool)>& wanted)
+      REQUIRES(mutex) {
+    const std::vector<std::uint32_t> slabs = present_slabs([&](std::uint32_t index, const Slab& slab) {
+      return (slab.mapped & me()) != 0 && wanted(index, slab.free_grains == slab.grains);
     });
-    for (const std::uint32_t index : used) layout_.slabs[index].mapped |= me();
-    return used;
-  }
-  // Notes that this member unmaps the complete slabs in which no part of `entries` lies, and returns those slabs.
-  [[nodiscard]] std::vector<std::uint32_t> unmap_unneeded(const std::vector<std::uint32_t>& entries) REQUIRES(mutex) {
-    std::set<std::uint32_t> needed;
-    for (const std::uint32_t entry : entries) {
-      for (const auto& piece : pieces_of(entry)) needed.insert(piece.slab);
-    }
-    const std::vector<std::uint32_t> unneeded = present_slabs(
-        [&](std::uint32_t index, const Slab& slab) { return (slab.mapped & me()) != 0 && needed.count(index) == 0; });
-    unmap(unneeded);
-    return unneeded;
-  }
-  // As unmap_unneeded(), for those of `slabs` that hold nothing.
-  [[nodiscard]] std::vector<std::uint32_t> unmap_empty(const std::set<std::uint32_t>& slabs) REQUIRES(mutex) {
-    const std::vector<std::uint32_t> empty = present_slabs([&](std::uint32_t index, const Slab& slab) {
-      return (slab.mapped & me()) != 0 && slabs.count(index) != 0 && slab.free_grains == slab.grains;
-    });
-    unmap(empty);
-    return empty;
-  }
-  void unmap(const std::vector<std::uint32_t>& slabs) REQUIRES(mutex) {
     for (const std::uint32_t index : slabs) layout_.slabs[index].mapped &= ~me();
+    return slabs;
   }
   // Returns the slabs that no member uses. This member is to free their pages, then to call end_freeing() for each.
   [[nodiscard]] std::vector<std::uint32_t> begin_freeing() REQUIRES(mutex) {
@@ -432,19 +409,27 @@ class SharedIndex {
     syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&layout_.changes), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
   }
 
-  [[nodiscard]] SharedLayout::Link& link() const { return layout_.members[member_].link; }
-  // Returns the members, this one excluded, of whose links and devices `wanted` returns true.
-  [[nodiscard]] std::vector<std::uint32_t> members_with(
-      const std::function<bool(const SharedLayout::Link&, const std::string& device)>& wanted) const {
-    std::vector<std::uint32_t> members;
-    for (std::uint32_t i = 0; i < kMembers; ++i) {
-      const SharedLayout::Link& link = layout_.members[i].link;
-      const std::string device(link.device, strnlen(link.device, sizeof link.device));
-      if (i != member_ && layout_.members[i].joined != 0 && wanted(link, device)) members.push_back(i);
-    }
-    return members;
-  }
   [[nodiscard]] std::uint32_t member() const { return member_; }
+  // Say which device this member uses, by a number that is not 0, and whether it uses none of its memory now.
+  void set_device(std::uint64_t device) { layout_.members[member_].device = device; }
+  void set_idle(bool idle) { layout_.members[member_].idle = idle ? 1 : 0; }
+  // Returns whether another member uses memory of this one's device.
+  [[nodiscard]] bool device_in_use() const {
+    const auto& own = layout_.members[member_];
+    return std::any_of(std::begin(layout_.members), std::end(layout_.members), [&](const auto& each) {
+      return &each != &own && each.joined != 0 && each.device == own.device && each.idle == 0;
+    });
+  }
+  // Returns the members that use no memory of their device, another one than this one's; with the device.
+  [[nodiscard]] std::vector<std::pair<std::uint32_t, std::uint64_t>> idle_members() const {
+    std::vector<std::pair<std::uint32_t, std::uint64_t>> idle;
+    for (std::uint32_t i = 0; i < kMembers; ++i) {
+      const auto& each = layout_.members[i];
+      if (each.joined == 0 || each.idle == 0 || each.device == layout_.members[member_].device) continue;
+      idle.emplace_back(i, each.device);
+    }
+    return idle;
+  }
 
   [[nodiscard]] std::size_t slab_bytes() const { return layout_.slab_bytes; }
   [[nodiscard]] std::size_t used_bytes() const { return layout_.used_bytes; }

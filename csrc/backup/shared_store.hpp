@@ -257,65 +257,40 @@ class SharedStore {
                        [&](const auto& each) { return each.second.pinned() || !contains_any(each.second, ranges); });
   }
   // For links of members (backup/links.hpp).
-  struct Part {
-    std::uint64_t slab, offset, bytes;
-  };
-  [[nodiscard]] const StoreSockets& sockets() const { return sockets_; }
-  [[nodiscard]] const SharedIndex& index() const { return *index_; }
-  // Held while a borrower of this process's link copies from memory that pinned_at() returned: nothing is unmapped.
+  [[nodiscard]] StoreSockets& sockets() { return sockets_; }
+  [[nodiscard]] SharedIndex& index() { return *index_; }
+  // Held while copies are under way from memory that pinned_memory_of() returned: none is unmapped. Taken before other
+  // locks.
   Mutex lending;
-  // Maps and pins the memory of the store that holds anything, until `stop` returns true; unmaps what it has mapped so
-  // and holds nothing any more. Throws out_of_host_memory or driver errors: a part is pinned.
-  void pin_used(const std::function<bool()>& stop) EXCLUDES(lending) {
-    {
-      const Lock no_other(map_mutex_);
-      std::vector<std::uint32_t> used;
-      {
-        if (!lock_index()) return;
-        const Lock index(index_->mutex, std::adopt_lock);
-        used = index_->map_used();
-      }
-      for (std::size_t i = 0; i < used.size(); ++i) {
-        Cleanup undo([&]() NO_THREAD_SAFETY_ANALYSIS {
-          if (!lock_index()) return;
-          const Lock index(index_->mutex, std::adopt_lock);
-          index_->unmap({used.begin() + static_cast<std::ptrdiff_t>(i), used.end()});
-        });
-        map(used[i]);
-        undo.dismiss();
-        lent_.insert(used[i]);
-      }
+  // Maps and pins the memory of the store that holds anything, until `stop` returns true. Returns whether all of it is
+  // pinned. Throws out_of_host_memory or driver errors: a part is pinned.
+  [[nodiscard]] bool pin_used(const std::function<bool()>& stop) EXCLUDES(mutex_, pin_mutex_) {
+    while (!stop() && map_another(true)) {
     }
     pin_if([&stop](std::uint32_t, const HostMapping&) { return !stop(); });
-    Slabs empty;
-    {
-      const Lock not_lent(lending);
-      const Lock no_other(map_mutex_);
-      const Lock not_pinned(pin_mutex_);
-      if (!lock_index()) return;
-      const Lock index(index_->mutex, std::adopt_lock);
-      const std::vector<std::uint32_t> slabs = index_->unmap_empty(lent_);
-      for (const std::uint32_t slab : slabs) lent_.erase(slab);
-      empty = take_out(slabs);
-    }
-    unmap(std::move(empty));
+    return !stop();
   }
-  // Returns where memory of the store lies, for other members.
-  [[nodiscard]] std::optional<Part> part_of(const HostRange& range) const EXCLUDES(mutex_) {
+  // Unmaps what only pin_used() needs. Until it is called again, nothing is unmapped in the background.
+  void unmap_lent() EXCLUDES(mutex_) {
+    unmap_if([](const Mapped& slab) { return slab.lent && !slab.needed; });
     const Lock lock(mutex_);
-    for (const auto& [index, slab] : slabs_) {
-      if (range.address - slab.address() < slab.bytes()) return {{index, range.address - slab.address(), range.bytes}};
-    }
-    return std::nullopt;
+    lent_.clear();
   }
-  // Returns the address of a part in this process; null unless it is pinned.
-  [[nodiscard]] const void* pinned_at(const Part& part) const REQUIRES(lending) EXCLUDES(mutex_) {
+  // Returns the addresses of an entry that a member holds, as memory_of(); nothing unless all of it is pinned here.
+  [[nodiscard]] std::vector<HostRange> pinned_memory_of(std::uint32_t entry) REQUIRES(lending) EXCLUDES(mutex_) {
+    if (entry >= kEntries || !lock_index()) return {};
+    const Lock index(index_->mutex, std::adopt_lock);
     const Lock lock(mutex_);
-    const auto found = slabs_.find(static_cast<std::uint32_t>(part.slab));
-    if (found == slabs_.end() || !found->second.pinned()) return nullptr;
-    const HostMapping& slab = found->second;
-    const bool inside = part.offset <= slab.bytes() && part.bytes <= slab.bytes() - part.offset;
-    return inside ? static_cast<const char*>(slab.data()) + part.offset : nullptr;
+    std::vector<HostRange> ranges;
+    std::size_t bytes = to_pages(index_->stored_bytes(entry));
+    for (const auto& piece : index_->pieces_of(entry)) {
+      const auto slab = slabs_.find(piece.slab);
+      if (slab == slabs_.end() || !slab->second.pinned()) return {};
+      const std::size_t length = std::min(bytes, piece.grains * kGrain);
+      ranges.push_back({slab->second.address() + piece.first * kGrain, length});
+      bytes -= length;
+    }
+    return ranges;
   }
   // Makes and pins memory in the background for `bytes` beyond what this process uses, as far as others leave some.
   void prepare_beyond(std::size_t bytes) {
@@ -330,24 +305,10 @@ class SharedStore {
   }
   // Waits until nothing is being prepared. Throws what stopped it.
   void wait_until_prepared() { background_.wait(); }
-  // Gives back the memory that no process uses, and what this one has mapped and does not need.
+  // Gives back the memory that no process uses, and what this one has mapped and does not need, not even to lend it.
   void trim() {
     apply_pending();
-    Slabs unneeded;
-    {
-      const Lock not_lent(lending);
-      const Lock no_other(map_mutex_);
-      const Lock not_pinned(pin_mutex_);
-      if (!lock_index()) return;
-      const Lock index(index_->mutex, std::adopt_lock);
-      std::vector<std::uint32_t> entries;
-      {
-        const Lock lock(mutex_);
-        for (const auto& [entry, uses] : uses_) entries.push_back(entry);
-      }
-      unneeded = take_out(index_->unmap_unneeded(entries));
-    }
-    unmap(std::move(unneeded));
+    unmap_if([](const Mapped& slab) { return !slab.needed && (!slab.lent || slab.empty); });
     free_unused([] {});
   }
 
@@ -540,6 +501,7 @@ class SharedStore {
       sockets_.serve(file_, kUpkeep);
       if (ending_) break;
       apply_pending();
+      if (lends()) unmap_if([](const Mapped& slab) { return slab.lent && slab.empty; });
       free_unused([this] { sockets_.serve(file_, std::chrono::milliseconds(0)); });
     }
     // If a stopped process has the index, other members do this later, as for a dead member.
@@ -600,15 +562,25 @@ class SharedStore {
     }
     return ranges;
   }
-  // Maps one more slab that other processes made. Returns false if there is none. Throws out_of_host_memory.
-  [[nodiscard]] bool map_another() EXCLUDES(map_mutex_) {
+  // Maps one more slab that other processes made, with `used` one that holds anything, to be lent. Returns false if
+  // there is none. Throws out_of_host_memory.
+  [[nodiscard]] bool map_another(bool used = false) EXCLUDES(map_mutex_, mutex_) {
     const Lock lock(map_mutex_);
     if (!lock_index()) return false;
     Lock index(index_->mutex, std::adopt_lock);
-    const std::optional<std::uint32_t> slab = index_->map_another();
+    const std::optional<std::uint32_t> slab = index_->map_another(used);
     index.unlock();
-    if (slab) map(*slab);
-    return slab.has_value();
+    if (!slab) return false;
+    if (used) {
+      const Lock own(mutex_);
+      lent_.insert(*slab);
+    }
+    map(*slab);
+    return true;
+  }
+  [[nodiscard]] bool lends() const EXCLUDES(mutex_) {
+    const Lock lock(mutex_);
+    return !lent_.empty();
   }
   [[nodiscard]] static bool contains_any(const HostMapping& slab, const std::vector<HostRange>& ranges) {
     return std::any_of(ranges.begin(), ranges.end(),
@@ -635,9 +607,42 @@ class SharedStore {
     Slabs taken;
     const Lock lock(mutex_);
     for (const std::uint32_t slab : slabs) {
+      lent_.erase(slab);
       if (auto node = slabs_.extract(slab)) taken.push_back(std::move(node.mapped()));
     }
     return taken;
+  }
+  // A complete slab that this process has mapped.
+  struct Mapped {
+    bool needed;  // by entries of this process
+    bool lent;    // pin_used() has mapped it
+    bool empty;   // it holds nothing
+  };
+  // Unmaps the slabs for which `wanted` returns true. Waits for copies of a borrower of this process's link.
+  void unmap_if(const std::function<bool(const Mapped&)>& wanted) EXCLUDES(lending, map_mutex_, pin_mutex_, mutex_) {
+    Slabs slabs;
+    {
+      const Lock not_lent(lending);
+      const Lock no_other(map_mutex_);
+      const Lock not_pinned(pin_mutex_);
+      if (!lock_index()) return;
+      const Lock index(index_->mutex, std::adopt_lock);
+      std::vector<std::uint32_t> entries;
+      std::set<std::uint32_t> lent;
+      {
+        const Lock lock(mutex_);
+        for (const auto& [entry, uses] : uses_) entries.push_back(entry);
+        lent = lent_;
+      }
+      std::set<std::uint32_t> needed;
+      for (const std::uint32_t entry : entries) {
+        for (const auto& piece : index_->pieces_of(entry)) needed.insert(piece.slab);
+      }
+      slabs = take_out(index_->unmap_if([&](std::uint32_t slab, bool empty) {
+        return wanted({needed.count(slab) != 0, lent.count(slab) != 0, empty});
+      }));
+    }
+    unmap(std::move(slabs));
   }
   // Unregisters and unmaps. The next call tries again what the driver does not unregister.
   void unmap(Slabs slabs) EXCLUDES(mutex_) {
@@ -751,9 +756,9 @@ class SharedStore {
   std::map<std::uint32_t, HostMapping> slabs_ GUARDED_BY(mutex_);
   Slabs still_pinned_ GUARDED_BY(mutex_);  // that unmap() failed to unregister
 
-  std::set<std::uint32_t> lent_ GUARDED_BY(map_mutex_);  // slabs that pin_used() has mapped
-  Mutex map_mutex_;                                      // held while a slab without entries is mapped, or given up
-  Mutex pin_mutex_ ACQUIRED_BEFORE(mutex_);              // held while a slab is registered, and is in slabs_
+  std::set<std::uint32_t> lent_ GUARDED_BY(mutex_);  // slabs that pin_used() has mapped
+  Mutex map_mutex_;                                  // held while a slab without entries is mapped, or given up
+  Mutex pin_mutex_ ACQUIRED_BEFORE(mutex_);          // held while a slab is registered, and is in slabs_
   std::atomic<std::size_t> target_{0};
   std::atomic<bool> tidy_wanted_{false};
   Background background_{"pin memory of the shared store; the next operation does it", [this] { work(); }};

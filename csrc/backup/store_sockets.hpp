@@ -20,7 +20,8 @@
 namespace memsaver {
 
 // Owns the Unix sockets by which processes of one user hand each other the descriptor of a store's memory file. Each
-// process listens under a separate abstract name, free once it ends. One thread at a time, except stop().
+// process listens under a separate abstract name, free once it ends. One thread at a time, except stop(); what is about
+// links likewise, but another thread.
 class StoreSockets {
  public:
   // Throws configuration unless `store` is 1 to 64 letters, digits, '-', '_' and '.'.
@@ -85,23 +86,37 @@ class StoreSockets {
   // Ends serve(), in any thread, and refuses connections from now on.
   void stop() { shutdown(listener_, SHUT_RDWR); }
 
-  // Sockets of messages, by which a member lends its link, and others borrow it. Return -1 if the system refuses. They
-  // do not wait.
-  [[nodiscard]] int offer_link(std::uint32_t member) const {
-    int file = open_socket(SOCK_NONBLOCK, SOCK_SEQPACKET);
-    if (file < 0 || !at_name(bind, file, link_name(member)) || ::listen(file, 1) != 0) close_and_forget(file);
-    return file;
+  // Offers the link of a member to others (backup/links.hpp), by connections of whole messages, until end_offer().
+  // Returns false if the system refuses.
+  [[nodiscard]] bool offer_link(std::uint32_t member) {
+    close_and_forget(offer_);
+    offer_ = open_socket(SOCK_NONBLOCK, SOCK_SEQPACKET);
+    if (offer_ < 0 || !at_name(bind, offer_, link_name(member)) || ::listen(offer_, 1) != 0) close_and_forget(offer_);
+    return offer_ >= 0;
   }
-  [[nodiscard]] int borrow_link(std::uint32_t member) const {
-    int file = open_socket(SOCK_NONBLOCK, SOCK_SEQPACKET);  // others may wait for the same link
-    if (file < 0 || !at_name(connect, file, link_name(member)) || !is_of_this_user(file)) close_and_forget(file);
-    return file;
-  }
-  // Returns a connection of a process of this user to an offer.
-  [[nodiscard]] static int accept_link(int offer) {
-    int client = accept4(offer, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+  // Ends accept_link() and await(), in any thread, and refuses connections to the offer from now on.
+  void end_offer() { shutdown(offer_, SHUT_RDWR); }
+  // Returns whether a connection to the offer waits, or the offer has ended.
+  [[nodiscard]] bool link_is_wanted() const { return readable(offer_, milliseconds(0)); }
+  // Returns a connection of a process of this user to the offer; -1 if there is none within `timeout`.
+  [[nodiscard]] int accept_link(std::chrono::milliseconds timeout) const {
+    if (!readable(offer_, timeout)) return -1;
+    int client = accept4(offer_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    if (client < 0 && errno != EINVAL) std::this_thread::sleep_for(kPause);  // no descriptor is free
     if (client >= 0 && !is_of_this_user(client)) close_and_forget(client);
     return client;
+  }
+  // Waits for something to read from a connection to the offer, its end included; a signal may end that. Returns false
+  // after `timeout`, or once the offer has ended.
+  [[nodiscard]] bool await(int connection, std::chrono::milliseconds timeout) const {
+    pollfd waiting[] = {{connection, POLLIN, 0}, {offer_, 0, 0}};  // the offer's end is always seen
+    return poll(waiting, 2, static_cast<int>(timeout.count())) != 0 && waiting[1].revents == 0;
+  }
+  // Returns a connection to the offer of another member; -1 if it has none, is busy, or the system refuses.
+  [[nodiscard]] int borrow_link(std::uint32_t member) const {
+    int file = open_socket(SOCK_NONBLOCK, SOCK_SEQPACKET);
+    if (file < 0 || !at_name(connect, file, link_name(member)) || !is_of_this_user(file)) close_and_forget(file);
+    return file;
   }
   // Returns whether there is something to read, or the other end is closed, within `timeout`.
   [[nodiscard]] static bool readable(int socket, std::chrono::milliseconds timeout) {
@@ -131,6 +146,7 @@ class StoreSockets {
   void close_all() {
     close_and_forget(lock_);
     close_and_forget(listener_);
+    close_and_forget(offer_);
   }
 
  private:
@@ -231,6 +247,7 @@ class StoreSockets {
   const std::string prefix_;
   int lock_ = -1;
   int listener_ = -1;
+  int offer_ = -1;
 };
 
 // Returns a file in memory for this user alone, whose size no process can change; -1 with errno set on failure.

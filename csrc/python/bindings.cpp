@@ -158,7 +158,7 @@ void bind_functions(SaverClass& saver) {
       .def("resize", &Saver::resize, "tag"_a, "unused"_a, "kept"_a, NoGil())
       .def("reserve", &Saver::reserve, "tags"_a, NoGil())
       .def("give_back_reserved", &Saver::give_back_reserved, NoGil())
-      .def("refuse_link", &Saver::refuse_link, NoGil())
+      .def("stop_lending", &Saver::stop_lending, NoGil())
       .def("status", &Saver::status, NoGil())
       .def("prepare_backup", &Saver::prepare_backup, NoGil())
       .def("grow_backup_memory", &Saver::grow_backup_memory, NoGil())

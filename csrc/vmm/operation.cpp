@@ -54,7 +54,7 @@ class Saver::Operation {
     saver_.backups_.refuse_link();
     OperationResult result;
     {
-      const Cleanup at_end([this]() REQUIRES(saver_.backups_.operation_mutex) { end(); });
+      const Cleanup at_end([this] { end(); });
       try {
         saver_.physical_.retry(true);
         saver_.backups_.clean_up();
@@ -310,7 +310,7 @@ class Saver::Operation {
     }
   }
 
-  void end() REQUIRES(saver_.backups_.operation_mutex) {
+  void end() {
     saver_.progress_.end();
     std::vector<std::pair<Arena*, std::vector<Chunk>>> freed;
     {
@@ -322,7 +322,8 @@ class Saver::Operation {
     for (const auto& [arena, chunks] : freed) saver_.physical_.give_back(*arena, chunks);
     saver_.backups_.flush();
     const std::vector<int> devices = saver_.map_.devices();
-    if (devices.size() == 1) saver_.backups_.lend_link(devices.front(), [&saver = saver_] { return saver.idle(); });
+    if (devices.size() != 1 || !saver_.idle()) return;
+    saver_.backups_.lend_link(devices.front(), [&saver = saver_] { return saver.idle(); });
   }
 
   [[nodiscard]] OperationResult result() const EXCLUDES(saver_.map_.mutex) {

@@ -27,6 +27,7 @@ void Saver::add_device(int device) {
 
 Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
   check_usable();
+  backups_.refuse_link();
   try {
     physical_.retry(false);
     add_device(key.device);
@@ -76,6 +77,19 @@ std::vector<Chunk> Saver::acquire(Arena& arena, const std::vector<RangeSet::Rang
   for (const auto& range : ranges) chunks.push_back(physical_.acquire(arena.key(), range.begin, range.bytes, undo));
   undo.dismiss();
   return chunks;
+}
+
+bool Saver::idle() const {
+  if (!physical_.reserved_by_device().empty()) return false;
+  const Lock lock(map_.mutex);
+  const auto arenas = map_.select({});
+  return std::all_of(arenas.begin(), arenas.end(), [](const Arena* arena) { return arena->chunks().empty(); });
+}
+
+void Saver::stop_lending() {
+  check_process();
+  backups_.refuse_link();
+  if (backups_.shared() != nullptr) backups_.shared()->unmap_lent();
 }
 
 std::vector<SavedAllocation> Saver::saved(const std::string& tag) const {

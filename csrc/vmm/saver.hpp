@@ -77,12 +77,9 @@ class Saver {
   // Releases what the driver caches for CUDA graphs that no longer exist, on every device. Throws driver errors.
   void trim_graph_memory();
 
-  // Stops lending the link of this process's device until the next operation ends: nothing of it is left there.
-  void refuse_link() EXCLUDES(backups_.operation_mutex) {
-    check_process();
-    const Lock operation(backups_.operation_mutex);
-    backups_.refuse_link();
-  }
+  // Stops lending the link of this process's device until the next operation ends: nothing of it is left there, and no
+  // host memory is pinned for it.
+  void stop_lending();
   // As BackupStore::shared().
   [[nodiscard]] SharedStore* shared_store() const { return backups_.shared(); }
   // Returns the backup of [address, address + bytes): the content at the last release, kept until the next one or until
@@ -134,12 +131,8 @@ class Saver {
   // Acquires chunks for `ranges` of an allocation, which follow one another. Throws driver errors: they are free again.
   [[nodiscard]] std::vector<Chunk> acquire(Arena& arena, const std::vector<RangeSet::Range>& ranges)
       EXCLUDES(map_.mutex);
-  // Returns whether no memory under any tag is resident.
-  [[nodiscard]] bool idle() const EXCLUDES(map_.mutex) {
-    const Lock lock(map_.mutex);
-    const auto arenas = map_.select({});
-    return std::all_of(arenas.begin(), arenas.end(), [](const Arena* arena) { return arena->chunks().empty(); });
-  }
+  // Returns whether no memory under any tag is resident, or reserved.
+  [[nodiscard]] bool idle() const EXCLUDES(map_.mutex);
   // Returns the block as the shared store has it. Throws as adopt().
   [[nodiscard]] Block adopted(const SavedBlock& saved);
   // Removes an allocation and its backups. Returns the chunks for the caller to pass to PhysicalMemory::give_back(),

@@ -166,7 +166,7 @@ class Hibernation:
             return {}
         if found := self.obstacles():
             raise errors.UnsupportedError("this process cannot be hibernated: " + "; ".join(found))
-        process.saver().refuse_link()
+        process.saver().stop_lending()
         used = process.saver().devices() if process.backend().has_context else ()
         self._devices = {process.saver().device_info(index)["uuid"]: index for index in used}
         _wake_at_exit(self)

@@ -1,7 +1,10 @@
-// Links of other members' devices: content comes over them, and comes whole if their processes end, stop or refuse.
+// Links of other members' devices: content comes over them, and comes whole if a lender or a borrower ends, stops or
+// fails. `links threads`: only what forks no process, for the thread sanitizer.
 
+#include <cstring>
 #include <random>
 
+#include "../reliability/ledger_driver.hpp"
 #include "audit.hpp"
 #include "faults/faulty_driver.hpp"
 #include "store_processes.hpp"
@@ -12,60 +15,96 @@ using namespace memsaver;
 namespace {
 
 constexpr std::size_t kCapacity = std::size_t{512} << 20;
-const std::size_t kContent = 24 * kBlockBytes;
+const std::size_t kContent = 72 * kBlockBytes;  // more than is digested at once
 
-Settings in_store() {
+Settings in_store(bool pack) {
   Settings settings;
   settings.shared_backups = kName;
   settings.host_backup_limit = kLimit;
-  settings.pack = false;
+  settings.pack = pack;
   return settings;
 }
 
-// A process with one device and some memory on it.
+// A process, or a part of this one, with one device and some memory on it, unlike that of every other one. Its work on
+// the device is done as late as possible.
 struct Engine {
+  std::unique_ptr<LedgerDriver> owned_ledger;
+  LedgerDriver& ledger = *owned_ledger;
   std::unique_ptr<FaultyDriver> owned;
   FaultyDriver& faulty = *owned;
-  Saver saver{std::move(owned), in_store()};
+  Saver saver;
+  std::size_t bytes;
   Address address;
-  explicit Engine(const std::string& device, std::size_t bytes)
-      : owned(std::make_unique<FaultyDriver>(open_host_driver({device + kName}, kCapacity))),
-        address(saver.allocate({0, "t", Restore::host}, bytes)) {
-    std::mt19937 random(static_cast<unsigned>(bytes));
-    auto* const words = reinterpret_cast<std::uint32_t*>(address);
-    for (std::size_t i = 0; i < bytes / 4; ++i) words[i] = random();
+  std::vector<unsigned char> expected;
+
+  // `pack`: the content is like weights, and is packed.
+  Engine(const std::string& device, std::size_t content, bool pack = false)
+      : owned_ledger(std::make_unique<LedgerDriver>(open_host_driver({device + kName}, kCapacity))),
+        owned(std::make_unique<FaultyDriver>(std::move(owned_ledger))),
+        saver(std::move(owned), in_store(pack)),
+        bytes(content),
+        address(saver.allocate({0, "t", Restore::host}, bytes)),
+        expected(bytes) {
+    std::mt19937 random(static_cast<unsigned>(getpid()) + static_cast<unsigned>(bytes));
+    for (std::size_t i = 0; i < bytes; ++i) {
+      expected[i] = static_cast<unsigned char>(pack && i % 2 != 0 ? 0x3e + random() % 2 : random());
+    }
+    std::memcpy(reinterpret_cast<void*>(address), expected.data(), bytes);
   }
-  [[nodiscard]] std::vector<unsigned char> content(std::size_t bytes) const {
-    auto* const data = reinterpret_cast<unsigned char*>(address);
-    return {data, data + bytes};
+  void release() { saver.release({}, {}, {}); }
+  // Returns the bytes that came over links of others.
+  double resume() {
+    const OperationResult result = saver.resume({}, true);
+    CHECK(std::memcmp(reinterpret_cast<void*>(address), expected.data(), bytes) == 0);
+    CHECK(audit(saver).empty());
+    for (const auto& misuse : ledger.misuses()) std::fprintf(stderr, "misuse: %s\n", misuse.c_str());
+    CHECK(ledger.misuses().empty());
+    return result.work.linked_bytes;
+  }
+  // Resumes, and releases again, until content has come over links of others.
+  void borrow() {
+    // Otherwise it may be done before a link is open.
+    faulty.delay("copy_to_device", 0.002);
+    wait_until([&] {
+      const double linked = resume();
+      release();
+      return linked > 0;
+    });
+    faulty.heal();
+  }
+  [[nodiscard]] SharedStore& store() { return *saver.shared_store(); }
+  [[nodiscard]] std::size_t used_bytes() {
+    const MemoryInfo memory = saver.driver().memory_info(0);
+    return memory.total_bytes - memory.free_bytes;
+  }
+  // Returns whether a member lends its link to this one.
+  [[nodiscard]] bool is_lent_to() {
+    const auto idle = store().index().idle_members();
+    return std::any_of(idle.begin(), idle.end(), [this](const auto& member) {
+      const int connection = store().sockets().borrow_link(member.first);
+      if (connection >= 0) close(connection);
+      return connection >= 0;
+    });
   }
 };
 
-// Waits until `count` members lend their links to this one, with all of its content ready.
-void wait_for_lenders(Engine& engine, std::size_t count) {
-  const auto lends = [](const SharedLayout::Link& link, const std::string&) { return link.lends != 0; };
-  wait_until([&] { return engine.saver.shared_store()->index().members_with(lends).size() == count; });
-}
-
-// `failing`: the next call of this name fails once it lends.
+// A process that lends its link. At a word it resumes, and says 'a'. `failing`: its first call of this name fails; at
+// each word it says 'f' once it has, and 'n' before.
 Child lender(const std::string& device, const std::string& failing = "") {
   return Child([=](int end) {
     Engine engine(device, kBlockBytes);
-    engine.saver.release({}, {}, {});
+    engine.release();
     if (!failing.empty()) engine.faulty.fail(failing, 1, ErrorKind::driver, 1);
     answer(end, 'r');
-    (void)wait_for_word(end);
-    engine.saver.resume({});
-    answer(end, 'a');
-    (void)wait_for_word(end);
+    while (wait_for_word(end) != '\0') {
+      if (!failing.empty() && engine.faulty.failures() == 0) {
+        answer(end, 'n');
+        continue;
+      }
+      engine.resume();
+      answer(end, failing.empty() ? 'a' : 'f');
+    }
   });
-}
-
-double resumed(Engine& engine, const std::vector<unsigned char>& expected) {
-  const OperationResult result = engine.saver.resume({});
-  CHECK(engine.content(kContent) == expected);
-  CHECK(audit(engine.saver).empty());
-  return result.work.linked_bytes;
 }
 
 void content_comes_over_two_links() {
@@ -73,84 +112,251 @@ void content_comes_over_two_links() {
   for (const char* device : {"one", "two"}) lenders.push_back(lender(device));
   for (auto& each : lenders) CHECK(each.hear() == 'r');
   Engine engine("own", kContent);
-  engine.faulty.delay("copy_to_device", 0.01);  // or it would be done before the links are open
-  const auto expected = engine.content(kContent);
-  for (int cycle = 0; cycle < 5; ++cycle) {
-    engine.saver.release({}, {}, {});
-    wait_for_lenders(engine, 2);
-    // At first the lenders may not have pinned it.
-    wait_until([&] {
-      const double linked = resumed(engine, expected);
-      engine.saver.release({}, {}, {});
-      return linked > static_cast<double>(kContent / 4);
-    });
-    (void)resumed(engine, expected);
-  }
+  engine.release();
+  engine.faulty.delay("copy_to_device", 0.002);
+  // At first the lenders may not have pinned it.
+  wait_until([&] {
+    const double linked = engine.resume();
+    engine.release();
+    return linked > static_cast<double>(kContent / 2);
+  });
+  for (int cycle = 0; cycle < 3; ++cycle) engine.borrow();
   // A lender that uses its device again lends no more.
   for (auto& each : lenders) each.say();
   for (auto& each : lenders) CHECK(each.hear() == 'a');
-  wait_for_lenders(engine, 0);
-  engine.saver.release({}, {}, {});
-  CHECK(resumed(engine, expected) == 0);
+  CHECK(!engine.is_lent_to());
+  CHECK(engine.resume() == 0);
 }
 
 void lenders_that_end_or_stop_lose_nothing() {
   Engine engine("own", kContent);
-  const auto expected = engine.content(kContent);
+  engine.release();
   for (int i = 0; i < 12; ++i) {
     Child child = lender("one");
     CHECK(child.hear() == 'r');
-    engine.saver.release({}, {}, {});
-    wait_for_lenders(engine, 1);
+    engine.borrow();
+    engine.faulty.delay("copy_to_device", 0.001);
     std::thread ender([&] {
       std::this_thread::sleep_for(std::chrono::microseconds(200 * i * i));
       if (i % 3 == 0) child.kill_now();
       if (i % 3 == 1) child.stop();
       if (i % 3 == 2) child.say();
     });
-    (void)resumed(engine, expected);
+    engine.resume();
     ender.join();
+    engine.release();
     if (i % 3 == 1) child.go_on();
+  }
+}
+
+void a_dead_member_hides_no_other_one_on_its_device() {
+  Engine engine("own", kContent);
+  engine.release();
+  engine.faulty.delay("copy_to_device", 0.002);
+  // Until a resume takes place after its end, and before other members see that.
+  wait_until([&] {
+    Child dead = lender("one");
+    CHECK(dead.hear() == 'r');
+    Child living = lender("one");
+    CHECK(living.hear() == 'r');
+    const auto idle = [&] { return engine.store().index().idle_members().size(); };
+    wait_until([&] { return idle() == 2; });
+    engine.borrow();
+    engine.faulty.delay("copy_to_device", 0.002);
+    dead.kill_now();
+    const double linked = engine.resume();
+    const bool unseen = idle() == 2;
+    engine.release();
+    return unseen && linked > 0;
+  });
+}
+
+void a_forked_child_offers_no_link() {
+  Engine engine("own", kContent);
+  engine.release();
+  Child child([](int end) {
+    Engine forking("one", kBlockBytes);
+    forking.release();
+    if (fork() == 0) {
+      answer(end, 'r');
+      (void)wait_for_word(end);  // until the test ends
+      _exit(0);
+    }
+    pause();
+  });
+  CHECK(child.hear() == 'r');
+  CHECK(engine.is_lent_to());
+  child.kill_now();
+  CHECK(!engine.is_lent_to());
+}
+
+// The lender is this process.
+void borrowers_that_end_or_stop_keep_nothing() {
+  Engine engine("one", kBlockBytes);
+  engine.release();
+  const std::size_t used = engine.used_bytes();
+  for (const bool resumes : {true, false}) {
+    Child child([](int end) {
+      Engine borrower("own", kContent);
+      borrower.release();
+      borrower.borrow();
+      borrower.faulty.delay("copy_to_device", 0.01);
+      answer(end, 'b');
+      for (;;) {
+        borrower.resume();
+        borrower.release();
+      }
+    });
+    CHECK(child.hear() == 'b');
+    wait_until([&] { return engine.used_bytes() > used; });
+    child.stop();
+    if (resumes) {
+      engine.resume();
+      child.kill_now();
+      engine.release();
+    } else {
+      wait_until([&] { return engine.used_bytes() == used; });  // it was silent for too long
+      child.go_on();
+      child.kill_now();
+    }
+    wait_until([&] { return engine.used_bytes() == used; });
   }
 }
 
 void calls_that_fail_lose_nothing() {
   Engine engine("own", kContent);
-  const auto expected = engine.content(kContent);
-  for (const char* call : {"create", "export_handle", "copy_to_device", "record"}) {
+  engine.release();
+  for (const char* call :
+       {"memory_info", "create_stream", "create_exportable", "export_handle", "copy_to_device", "record", "wait"}) {
     Child child = lender("one", call);
     CHECK(child.hear() == 'r');
-    engine.saver.release({}, {}, {});
-    wait_for_lenders(engine, 1);
-    engine.faulty.delay("copy_to_device", 0.01);
-    const double linked = resumed(engine, expected);
-    if (linked != 0) std::fprintf(stderr, "%s %f %zu\n", call, linked, engine.faulty.failures());
-    CHECK(linked == 0);
-    engine.faulty.heal();
+    engine.faulty.delay("copy_to_device", 0.002);
+    wait_until([&] {
+      engine.resume();
+      engine.release();
+      child.say();
+      return child.hear() == 'f';
+    });
   }
   Child child = lender("one");
   CHECK(child.hear() == 'r');
-  for (const char* call : {"import_handle", "copy_on_device"}) {
-    engine.saver.release({}, {}, {});
-    wait_for_lenders(engine, 1);
-    engine.faulty.delay("copy_to_device", 0.01);
+  for (const char* call : {"create_stream", "import_handle", "copy_on_device"}) {
+    engine.borrow();
     engine.faulty.fail(call, 1, ErrorKind::driver, 1);
-    try {
-      CHECK(resumed(engine, expected) == 0);
-    } catch (const Error& error) {
-      CHECK(error.kind == ErrorKind::driver && std::string(call) == "copy_on_device");
-      (void)resumed(engine, expected);
-    }
-    CHECK(engine.faulty.failures() == 1);
+    engine.faulty.delay("copy_to_device", 0.002);
+    wait_until([&] {
+      try {
+        engine.resume();
+      } catch (const Error& error) {
+        CHECK(error.kind == ErrorKind::driver && std::string(call) == "copy_on_device");
+        engine.resume();
+      }
+      engine.release();
+      return engine.faulty.failures() == 1;
+    });
     engine.faulty.heal();
   }
 }
 
+// In this process alone, as two members.
+void an_allocation_ends_lending() {
+  Engine engine("own", kContent);
+  Engine other("one", kBlockBytes);
+  other.release();
+  CHECK(engine.is_lent_to());
+  const Address more = other.saver.allocate({0, "t", Restore::discard}, kBlockBytes);
+  CHECK(!engine.is_lent_to());
+  other.saver.free(more);
+  other.resume();
+  other.release();
+  CHECK(engine.is_lent_to());
+  other.saver.reserve({});
+  CHECK(!engine.is_lent_to());
+}
+
+void packed_content_comes_over_a_link() {
+  Engine engine("own", kContent, true);
+  engine.saver.prepare_backup();
+  engine.release();
+  CHECK(engine.store().status().used_bytes < kContent / 8 * 7);
+  Engine other("one", kBlockBytes);
+  other.release();
+  for (int cycle = 0; cycle < 3; ++cycle) engine.borrow();
+}
+
+void a_device_in_use_is_not_lent() {
+  Engine engine("own", kContent);
+  engine.release();
+  Engine idle("one", kBlockBytes);
+  idle.release();
+  engine.borrow();
+  Engine active("one", kBlockBytes / 2);
+  CHECK(engine.resume() == 0);
+  engine.release();
+  active.release();
+  engine.borrow();
+}
+
+// Memory from which copies are under way included: it is unmapped later.
+void memory_that_is_lent_can_be_unmapped() {
+  Engine engine("own", kContent);
+  engine.release();
+  Engine other("one", kBlockBytes);
+  other.release();
+  for (int i = 0; i < 8; ++i) {
+    engine.borrow();
+    engine.faulty.delay("copy_to_device", 0.002);
+    other.faulty.delay("wait", 0.002);  // copies are under way for so long
+    std::thread unmapping([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2 * i));
+      other.store().unmap_lent();
+    });
+    engine.resume();
+    unmapping.join();
+    other.faulty.heal();
+    engine.release();
+    other.resume();
+    other.release();
+  }
+}
+
+void what_is_pinned_to_be_lent_is_given_back() {
+  auto engine = std::make_unique<Engine>("own", kContent);
+  engine->release();
+  Engine other("one", kBlockBytes);
+  other.release();
+  const auto pinned = [&] { return other.store().status().pinned_bytes; };
+  wait_until([&] { return pinned() >= kContent; });
+  // For a hibernation: all of it.
+  other.saver.stop_lending();
+  CHECK(pinned() <= 2 * kSlabBytes && !engine->is_lent_to());
+  other.resume();
+  other.release();
+  wait_until([&] { return pinned() >= kContent; });
+  // What nobody holds, also while the device is in use.
+  other.resume();
+  engine.reset();
+  wait_until([&] { return other.store().status().total_bytes <= 2 * kSlabBytes; });
+  CHECK(pinned() <= 2 * kSlabBytes);
+}
+
 }  // namespace
 
-int main() {
-  content_comes_over_two_links();
-  lenders_that_end_or_stop_lose_nothing();
-  calls_that_fail_lose_nothing();
+int main(int count, char** words) {
+  if (count == 1) {
+    content_comes_over_two_links();
+    lenders_that_end_or_stop_lose_nothing();
+    a_dead_member_hides_no_other_one_on_its_device();
+    a_forked_child_offers_no_link();
+    borrowers_that_end_or_stop_keep_nothing();
+    calls_that_fail_lose_nothing();
+  } else {
+    CHECK(std::strcmp(words[1], "threads") == 0);
+  }
+  an_allocation_ends_lending();
+  packed_content_comes_over_a_link();
+  a_device_in_use_is_not_lent();
+  memory_that_is_lent_can_be_unmapped();
+  what_is_pinned_to_be_lent_is_given_back();
   return 0;
 }
