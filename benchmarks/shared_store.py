@@ -202,7 +202,7 @@ def measure_store(options: argparse.Namespace) -> list[dict[str, Any]]:
         alone |= {"release": [], "resume": []}
         replicas.at_once("release")
         for repeat in range(options.repeats + 1):
-            time.sleep(1)  # the idle ones pin what others wrote
+            time.sleep(3)  # the idle ones pin what others wrote
             resumed = replicas.first("resume")
             released = replicas.first("release")
             if repeat:  # the first round pays for what is made once

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <deque>
 #include <list>
 
 #include "backup/shared_store.hpp"

@@ -1,5 +1,5 @@
 // Links of other members' devices: content comes over them, and comes whole if a lender or a borrower ends, stops or
-// fails. `links threads`: only what forks no process, for the thread sanitizer.
+// fails. `links threads`: only what forks no process, for the thread sanitizer. A process forks before it has threads.
 
 #include <cstring>
 #include <random>
@@ -88,10 +88,11 @@ struct Engine {
   }
 };
 
-// A process that lends its link. At a word it resumes, and says 'a'. `failing`: its first call of this name fails; at
-// each word it says 'f' once it has, and 'n' before.
+// A process that lends its link from a word on, and says 'r' then. At the next one it resumes, and says 'a'. `failing`:
+// its first call of this name fails; at each word it says 'f' once it has, and 'n' before.
 Child lender(const std::string& device, const std::string& failing = "") {
   return Child([=](int end) {
+    (void)wait_for_word(end);
     Engine engine(device, kBlockBytes);
     engine.release();
     if (!failing.empty()) engine.faulty.fail(failing, 1, ErrorKind::driver, 1);
@@ -106,13 +107,17 @@ Child lender(const std::string& device, const std::string& failing = "") {
     }
   });
 }
+void start(const Child& child) {
+  child.say();
+  CHECK(child.hear() == 'r');
+}
 
 void content_comes_over_two_links() {
   std::vector<Child> lenders;
   for (const char* device : {"one", "two"}) lenders.push_back(lender(device));
-  for (auto& each : lenders) CHECK(each.hear() == 'r');
   Engine engine("own", kContent);
   engine.release();
+  for (const auto& each : lenders) start(each);
   engine.faulty.delay("copy_to_device", 0.002);
   // At first the lenders may not have pinned it.
   wait_until([&] {
@@ -122,18 +127,21 @@ void content_comes_over_two_links() {
   });
   for (int cycle = 0; cycle < 3; ++cycle) engine.borrow();
   // A lender that uses its device again lends no more.
-  for (auto& each : lenders) each.say();
-  for (auto& each : lenders) CHECK(each.hear() == 'a');
+  for (const auto& each : lenders) each.say();
+  for (const auto& each : lenders) CHECK(each.hear() == 'a');
   CHECK(!engine.is_lent_to());
   CHECK(engine.resume() == 0);
 }
 
 void lenders_that_end_or_stop_lose_nothing() {
+  std::vector<Child> lenders;
+  for (int i = 0; i < 12; ++i) lenders.push_back(lender("one"));
   Engine engine("own", kContent);
   engine.release();
   for (int i = 0; i < 12; ++i) {
-    Child child = lender("one");
-    CHECK(child.hear() == 'r');
+    Child child = std::move(lenders.back());
+    lenders.pop_back();
+    start(child);
     engine.borrow();
     engine.faulty.delay("copy_to_device", 0.001);
     std::thread ender([&] {
@@ -150,33 +158,30 @@ void lenders_that_end_or_stop_lose_nothing() {
 }
 
 void a_dead_member_hides_no_other_one_on_its_device() {
-  Engine engine("own", kContent);
-  engine.release();
-  engine.faulty.delay("copy_to_device", 0.002);
   // Until a resume takes place after its end, and before other members see that.
   wait_until([&] {
     Child dead = lender("one");
-    CHECK(dead.hear() == 'r');
     Child living = lender("one");
-    CHECK(living.hear() == 'r');
+    Engine engine("own", kContent);
+    engine.release();
+    start(dead);
+    start(living);
     const auto idle = [&] { return engine.store().index().idle_members().size(); };
-    wait_until([&] { return idle() == 2; });
+    CHECK(idle() == 2);
     engine.borrow();
     engine.faulty.delay("copy_to_device", 0.002);
     dead.kill_now();
     const double linked = engine.resume();
-    const bool unseen = idle() == 2;
-    engine.release();
-    return unseen && linked > 0;
+    return idle() == 2 && linked > 0;
   });
 }
 
 void a_forked_child_offers_no_link() {
-  Engine engine("own", kContent);
-  engine.release();
   Child child([](int end) {
+    (void)wait_for_word(end);
     Engine forking("one", kBlockBytes);
     forking.release();
+    wait_until([&] { return forking.store().status().pinned_bytes >= kContent; });
     if (fork() == 0) {
       answer(end, 'r');
       (void)wait_for_word(end);  // until the test ends
@@ -184,7 +189,9 @@ void a_forked_child_offers_no_link() {
     }
     pause();
   });
-  CHECK(child.hear() == 'r');
+  Engine engine("own", kContent);
+  engine.release();
+  start(child);
   CHECK(engine.is_lent_to());
   child.kill_now();
   CHECK(!engine.is_lent_to());
@@ -192,31 +199,34 @@ void a_forked_child_offers_no_link() {
 
 // The lender is this process.
 void borrowers_that_end_or_stop_keep_nothing() {
-  Engine engine("one", kBlockBytes);
-  engine.release();
-  const std::size_t used = engine.used_bytes();
-  for (const bool resumes : {true, false}) {
-    Child child([](int end) {
+  std::vector<Child> borrowers;
+  for (int i = 0; i < 2; ++i) {
+    borrowers.push_back(Child([](int end) {
+      (void)wait_for_word(end);
       Engine borrower("own", kContent);
       borrower.release();
       borrower.borrow();
       borrower.faulty.delay("copy_to_device", 0.01);
-      answer(end, 'b');
+      answer(end, 'r');
       for (;;) {
         borrower.resume();
         borrower.release();
       }
-    });
-    CHECK(child.hear() == 'b');
+    }));
+  }
+  Engine engine("one", kBlockBytes);
+  engine.release();
+  const std::size_t used = engine.used_bytes();
+  for (auto& child : borrowers) {
+    start(child);
     wait_until([&] { return engine.used_bytes() > used; });
     child.stop();
-    if (resumes) {
+    if (&child == &borrowers.front()) {
       engine.resume();
       child.kill_now();
       engine.release();
     } else {
       wait_until([&] { return engine.used_bytes() == used; });  // it was silent for too long
-      child.go_on();
       child.kill_now();
     }
     wait_until([&] { return engine.used_bytes() == used; });
@@ -224,12 +234,17 @@ void borrowers_that_end_or_stop_keep_nothing() {
 }
 
 void calls_that_fail_lose_nothing() {
-  Engine engine("own", kContent);
-  engine.release();
+  std::vector<Child> lenders;
   for (const char* call :
        {"memory_info", "create_stream", "create_exportable", "export_handle", "copy_to_device", "record", "wait"}) {
-    Child child = lender("one", call);
-    CHECK(child.hear() == 'r');
+    lenders.push_back(lender("one", call));
+  }
+  const Child last = lender("one");
+  Engine engine("own", kContent);
+  engine.release();
+  for (; !lenders.empty(); lenders.pop_back()) {
+    const Child& child = lenders.back();
+    start(child);
     engine.faulty.delay("copy_to_device", 0.002);
     wait_until([&] {
       engine.resume();
@@ -238,8 +253,7 @@ void calls_that_fail_lose_nothing() {
       return child.hear() == 'f';
     });
   }
-  Child child = lender("one");
-  CHECK(child.hear() == 'r');
+  start(last);
   for (const char* call : {"create_stream", "import_handle", "copy_on_device"}) {
     engine.borrow();
     engine.faulty.fail(call, 1, ErrorKind::driver, 1);

@@ -22,6 +22,7 @@ check() (
   "$folder/driver_contract" faulty
   "$folder/packing"
   "$folder/saver_threads"
+  "$folder/links" threads
   if [ "$sanitizer" != thread ]; then
     # The kernels that pack, on the CPU: coroutines of one thread.
     "$folder/packing_lanes"
