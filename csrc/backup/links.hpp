@@ -101,6 +101,7 @@ class LinkLender {
 
   // Until the end of the offer, or a failure, after which nothing is lent.
   void run() {
+    pthread_setname_np(pthread_self(), "memsaver-link");
     attempt("this process does not lend its link until its next operation", [this] {
       std::optional<std::uint32_t> pinned;  // what changes() was
       while (!ending_) {

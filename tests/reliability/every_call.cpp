@@ -14,6 +14,8 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <set>
@@ -42,10 +44,25 @@ std::size_t threads() {
 }
 std::size_t threads_at_rest = 0;  // this one, and those of a sanitizer
 
-// What the saver pins and unpins beside its calls, it does in threads that end.
+// Threads that lend the link of a device.
+std::size_t lenders() {
+  std::size_t count = 0;
+  for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name;
+    std::getline(std::ifstream(thread.path() / "comm"), name);
+    count += name == "memsaver-link" ? 1 : 0;
+  }
+  return count;
+}
+
+// What the saver pins and unpins beside its calls, it does in threads that end, except for a shared store: its member,
+// and a lender while the device is idle.
 void wait_for_background(const World::Options& options) {
-  const std::size_t keeper = options.settings.shared_backups.empty() ? 0 : 1;
-  while (threads() > threads_at_rest + keeper) std::this_thread::yield();
+  if (options.settings.shared_backups.empty()) {
+    while (threads() > threads_at_rest) std::this_thread::yield();
+  } else {
+    while (threads() > threads_at_rest + 1 && threads() > threads_at_rest + 1 + lenders()) std::this_thread::yield();
+  }
 }
 
 // What one look at the memory that is available opens, control group by control group.
