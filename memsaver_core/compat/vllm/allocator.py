@@ -47,8 +47,8 @@ def is_wanted(model_config: Any) -> bool:
 
 
 class MemsaverAllocator:
-    """Replaces vLLM's memory allocator. vLLM has its backend of the sleep mode release and resume the memory that is
-    allocated inside ``use_memory_pool(tag)``.
+    """Replaces vLLM's memory allocator: what is allocated inside ``use_memory_pool(tag)`` is under that tag, which
+    ``MemsaverBackend`` releases and resumes.
 
     Attributes:
         enabled: whether the memory of this process's worker is memsaver's.

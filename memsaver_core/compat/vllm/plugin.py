@@ -207,8 +207,8 @@ def _without_early_buffers(wake_up: Function, self: Any, tags: list[str] | None 
 # The worker as a rank: it answers ``collective_rpc("memsaver", args=(message,))`` by the rank protocol. A release runs
 # inside vLLM's own sleep, and a resume inside its wake-up, so that vLLM's state always fits the memory's.
 
-#: How the attributes of ``Worker`` begin that a sleep at level 2 sets and a wake-up uses once: buffers, parameters that
-#: are kept, and whether a draft model must compute its buffers again.
+#: The beginnings of names of attributes of ``Worker``, which a sleep at level 2 sets and a wake-up uses once: saved
+#: buffers and parameters, and whether a draft model must compute its buffers again.
 _NOTES = ("_sleep_saved_", "_sleep_rebuild_")
 
 

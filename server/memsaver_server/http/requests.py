@@ -269,7 +269,7 @@ _DESCRIPTIONS = {
     500: "The driver, a backup or the engine failed; the message says which.",
     503: "Device memory is short or released. Retry after Retry-After.",
     504: "Requests in flight or a phase took too long.",
-    507: "Host memory is too small for the backup; all is resident.",
+    507: "Host memory is too small for the backup; the memory is as before.",
 }
 
 

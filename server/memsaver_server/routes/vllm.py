@@ -158,13 +158,12 @@ def router(models: Models) -> APIRouter:
     if models.several:
         routes.post("/wakeup", responses=responses)(wake_up)
         routes.post("/is_sleeping", response_model=model, responses=failures(models.failures, only=_ASKED))(is_sleeping)
-        _add_calls_of_ray_serve(routes, models)
+        _add_calls_of_ray_serve(routes, models, by_selects)
     return routes
 
 
-def _add_calls_of_ray_serve(routes: APIRouter, models: Models) -> None:
+def _add_calls_of_ray_serve(routes: APIRouter, models: Models, by_selects: Any) -> None:
     by_pauses = Depends(fields_of(joined(Pause, models.selected)))
-    by_selects = Depends(fields_of(joined(Options, models.selected)))
     called: dict[str, Any] = {"response_model": models.message, "responses": failures(models.failures)}
     asked = failures(models.failures, only=_ASKED)
 
