@@ -101,11 +101,12 @@ class BackupStore {
   // Returns null if blocks are not shared with other processes.
   [[nodiscard]] SharedStore* shared() const { return shared_.get(); }
   // Lends the link of `device`, the only one, to other members of the store while `idle`: it returns whether this
-  // process uses no memory of the device. Until refuse_link().
+  // process uses no memory of the device. Until refuse_link(), which precedes any such use, and after which `idle` is
+  // false: so one of the two sees the other.
   void lend_link(int device, std::function<bool()> idle) EXCLUDES(lender_mutex_) {
     if (!shared_) return;
     const Lock lock(lender_mutex_);
-    if (ended_ || lender_) return;
+    if (ended_ || lender_ || !idle()) return;
     shared_->index().set_idle(true);
     attempt("this process does not lend its link", [&]() REQUIRES(lender_mutex_) {
       lender_ = std::make_unique<LinkLender>(driver_, *shared_, device, std::move(idle));

@@ -27,6 +27,8 @@ void Saver::add_device(int device) {
 
 Address Saver::allocate(const Arena::Key& key, std::size_t bytes) {
   check_usable();
+  ++allocating_;
+  const Cleanup at_end([this] { --allocating_; });
   backups_.refuse_link();
   try {
     physical_.retry(false);
@@ -80,7 +82,7 @@ std::vector<Chunk> Saver::acquire(Arena& arena, const std::vector<RangeSet::Rang
 }
 
 bool Saver::idle() const {
-  if (!physical_.reserved_by_device().empty()) return false;
+  if (allocating_ != 0 || !physical_.reserved_by_device().empty()) return false;
   const Lock lock(map_.mutex);
   const auto arenas = map_.select({});
   return std::all_of(arenas.begin(), arenas.end(), [](const Arena* arena) { return arena->chunks().empty(); });

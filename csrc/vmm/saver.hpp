@@ -131,7 +131,7 @@ class Saver {
   // Acquires chunks for `ranges` of an allocation, which follow one another. Throws driver errors: they are free again.
   [[nodiscard]] std::vector<Chunk> acquire(Arena& arena, const std::vector<RangeSet::Range>& ranges)
       EXCLUDES(map_.mutex);
-  // Returns whether no memory under any tag is resident, or reserved.
+  // Returns whether no memory under any tag is resident, reserved or being allocated.
   [[nodiscard]] bool idle() const EXCLUDES(map_.mutex);
   // Returns the block as the shared store has it. Throws as adopt().
   [[nodiscard]] Block adopted(const SavedBlock& saved);
@@ -159,6 +159,7 @@ class Saver {
   MemoryMap map_;
   PhysicalMemory physical_;
   ThreadStacks stacks_;
+  std::atomic<std::size_t> allocating_{0};  // allocations under way
   BackupStore backups_;
   std::atomic<bool> closed_{false};
   std::atomic<std::size_t> memory_margin_{0};

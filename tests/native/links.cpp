@@ -288,6 +288,27 @@ void an_allocation_ends_lending() {
   CHECK(!engine.is_lent_to());
 }
 
+// A release that ends while memory is allocated lends nothing.
+void an_allocation_under_way_is_no_idle_device() {
+  Engine engine("own", kContent);
+  Engine other("one", kBlockBytes);
+  other.release();
+  const auto creates = [&] { return other.faulty.counts()["create"]; };
+  const std::size_t before = creates();
+  other.faulty.delay("create", 1000);
+  Address more = 0;
+  std::thread allocating([&] { more = other.saver.allocate({0, "t", Restore::discard}, kBlockBytes); });
+  wait_until([&] { return creates() > before; });
+  other.release();
+  CHECK(engine.store().index().idle_members().empty());
+  other.faulty.heal();
+  allocating.join();
+  CHECK(engine.store().index().idle_members().empty() && !engine.is_lent_to());
+  other.saver.free(more);
+  other.release();
+  CHECK(engine.is_lent_to());
+}
+
 void packed_content_comes_over_a_link() {
   Engine engine("own", kContent, true);
   engine.saver.prepare_backup();
@@ -368,6 +389,7 @@ int main(int count, char** words) {
     CHECK(std::strcmp(words[1], "threads") == 0);
   }
   an_allocation_ends_lending();
+  an_allocation_under_way_is_no_idle_device();
   packed_content_comes_over_a_link();
   a_device_in_use_is_not_lent();
   memory_that_is_lent_can_be_unmapped();
