@@ -65,12 +65,7 @@ class BackupStore {
     auto& pool = pools_[node];
     if (!pool) pool = std::make_unique<HostPool>(driver_, settings_.host_backup_limit / nodes, node);
     pool_of_.emplace(device, pool.get());
-    if (shared_ && pool_of_.size() == 1) {
-      std::string uuid = driver_.device_info(device).uuid;
-      uuid.resize(round_up(uuid.size(), kDigestWord));
-      const DigestItem item{reinterpret_cast<std::uintptr_t>(uuid.data()), uuid.size(), 0};
-      shared_->index().set_device(digest_on_host(key_, item).lane0);
-    }
+    if (shared_ && pool_of_.size() == 1) shared_->index().set_device(driver_.device_info(device).uuid);
   }
 
   [[nodiscard]] HostPool& pool_of(int device) EXCLUDES(mutex_) {

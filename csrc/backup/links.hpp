@@ -107,7 +107,7 @@ class LinkLender {
       while (!ending_) {
         const std::uint32_t changes = store_.changes();
         const auto stop = [this] { return ending_ || store_.sockets().link_is_wanted(); };
-        if (changes != pinned && store_.pin_used(stop)) pinned = changes;
+        if (changes != pinned && is_reachable() && store_.pin_used(stop)) pinned = changes;
         const int connection = store_.sockets().accept_link(kUpkeep);
         if (connection < 0) continue;
         LinkSocket borrower(connection);
@@ -115,6 +115,12 @@ class LinkLender {
       }
     });
     store_.sockets().end_offer();
+  }
+  // Returns whether there are members that could borrow the link.
+  [[nodiscard]] bool is_reachable() {
+    const auto peers = store_.index().peers();
+    return std::any_of(peers.begin(), peers.end(),
+                       [this](const auto& peer) { return driver_.links_directly(device_, peer.second); });
   }
   // Returns whether nothing uses the device, as far as this process knows, and much of its memory is free.
   [[nodiscard]] bool may_lend() {
@@ -183,24 +189,27 @@ class LinkLender {
 // Owns the links of other members that one restore uses, and knows which blocks are under way on them. One thread.
 class BorrowedLinks {
  public:
-  // Asks members whose devices are idle for their links, one of each device. `arrived(block, from, stream)` queues on
-  // `stream` what becomes of a block that lies at `from`; `lost(block)` restores one that did not come. Throws driver
-  // errors.
-  BorrowedLinks(Driver& driver, SharedStore& store, int device,
+  // How often it fails in a row to reach the memory of a device, by its UUID.
+  using Failures = std::map<std::string, std::size_t>;
+
+  // Asks members whose devices are idle and linked with this one for their links, one of each device.
+  // `arrived(block, from, stream)` queues on `stream` what becomes of a block that lies at `from`; `lost(block)`
+  // restores one that did not come. Throws driver errors.
+  BorrowedLinks(Driver& driver, SharedStore& store, int device, Failures& failures,
                 std::function<void(std::size_t, Address, Stream)> arrived, std::function<void(std::size_t)> lost)
       : driver_(driver),
         device_(device),
         buffer_bytes_(link_buffer_bytes(driver.device_info(device))),
         stream_(driver, device),
+        failures_(failures),
         arrived_(std::move(arrived)),
         lost_(std::move(lost)) {
-    std::set<std::uint64_t> devices;
-    for (const auto& [member, of] : store.index().idle_members()) {
-      if (devices.count(of) != 0) continue;
-      const int connection = store.sockets().borrow_link(member);
-      if (connection < 0) continue;  // it has ended, or does not lend
-      devices.insert(of);
-      links_.emplace_back(connection);
+    for (const auto& [member, of] : store.index().peers()) {
+      const bool taken =
+          std::any_of(links_.begin(), links_.end(), [&of = of](const Link& each) { return each.device == of; });
+      if (taken || !store.index().is_idle(member) || failures[of] >= kMostFailures) continue;
+      const int connection = driver.links_directly(device, of) ? store.sockets().borrow_link(member) : -1;
+      if (connection >= 0) links_.emplace_back(connection, of);  // else it has ended, or does not lend
     }
   }
   BorrowedLinks(const BorrowedLinks&) = delete;
@@ -243,11 +252,13 @@ class BorrowedLinks {
 
  private:
   using Clock = std::chrono::steady_clock;
+  static constexpr std::size_t kMostFailures = 3;
 
   struct Link {
-    explicit Link(int connection) : lender(connection) {}
+    Link(int connection, std::string of) : lender(connection), device(std::move(of)) {}
 
     LinkSocket lender;
+    const std::string device;
     std::optional<DeviceRange> buffer;  // closed before the connection, whose end says so to the lender
     std::size_t answers = 0;
     std::deque<std::size_t> asked;           // blocks without an answer, in order
@@ -263,10 +274,12 @@ class BorrowedLinks {
     const auto file = link.lender.receive_descriptor();
     if (!file) return true;
     const Cleanup at_end([&] { close(*file); });
-    return attempt_unless_lost("a link is not borrowed", [&] {
+    const bool opened = attempt_unless_lost("a link is not borrowed", [&] {
       DeviceRange& buffer = link.buffer.emplace(driver_, device_, buffer_bytes_);
       buffer.map(buffer_bytes_, [&] { return driver_.import_handle(device_, *file, buffer_bytes_); });
     });
+    failures_[link.device] = opened ? 0 : failures_[link.device] + 1;
+    return opened;
   }
   // Returns false if the link cannot be used any more.
   [[nodiscard]] bool take_answers(Link& link) {
@@ -298,6 +311,7 @@ class BorrowedLinks {
   const int device_;
   const std::size_t buffer_bytes_;
   const OwnStream stream_;
+  Failures& failures_;
   const std::function<void(std::size_t, Address, Stream)> arrived_;
   const std::function<void(std::size_t)> lost_;
   std::list<Link> links_;

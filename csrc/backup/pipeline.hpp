@@ -128,6 +128,7 @@ class Pipeline : public PipelineParts {
   using Samples = Registered<std::array<std::uint64_t, kSamples>>;
   std::unique_ptr<Samples> samples;
   bool new_memory_is_zero = true;
+  std::map<std::string, std::size_t> link_failures;  // as BorrowedLinks has them
 
   // Returns null if the device cannot digest. Throws as DigestQueue().
   [[nodiscard]] DigestQueue* digests() {

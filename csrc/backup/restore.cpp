@@ -322,12 +322,13 @@ class RestoreTask {
   void borrow_links() {
     linkable_ = static_cast<std::size_t>(std::count_if(
         blocks_.begin(), blocks_.end(), [](const auto& content) { return may_be_linked(*content.block); }));
-    if (linkable_ < kBorrowedFor || pipeline_.store->index().idle_members().empty()) return;
+    if (linkable_ < kBorrowedFor || pipeline_.store->index().peers().empty()) return;
     attempt_unless_lost("no link is borrowed", [this] {
       links_ = std::make_unique<BorrowedLinks>(
-          driver_, *pipeline_.store, device_,
+          driver_, *pipeline_.store, device_, pipeline_.link_failures,
           [this](std::size_t index, Address from, Stream stream) { take(index, from, stream); },
           [this](std::size_t index) { copy_block(index); });
+      if (!links_->any()) links_.reset();
     });
   }
   // Waits until the own link or another one is free for this block. Returns whether it is another one.

@@ -27,6 +27,7 @@ inline constexpr std::size_t kSlabs = 8192;       // 1 TiB
 inline constexpr std::size_t kEntries = 1 << 15;  // 1 TiB of whole blocks
 inline constexpr std::size_t kTexts = 256;        // texts lie among the first ones or just behind: to list them is fast
 inline constexpr std::size_t kMembers = 64;
+inline constexpr std::size_t kDeviceWords = 8;
 inline constexpr std::size_t kPieces = 8;  // of one block at most: a block also fits where free memory is scattered
 
 // The beginning of a store's memory file: which content it holds, where, and for which processes. Behind it lie the
@@ -38,8 +39,9 @@ struct SharedLayout {
     pthread_mutex_t alive;              // the liveness mutex: held by a thread of the process as long as it is a member
     std::atomic<std::uint32_t> joined;  // a Kind
     std::atomic<std::uint32_t> process;  // its id
-    std::atomic<std::uint64_t> device;   // a number that says which one it uses; 0: none yet
-    std::atomic<std::uint32_t> idle;     // it uses no memory of the device
+    // The text of its device's UUID, or as much as there is room for; zeros: none yet.
+    std::atomic<std::uint64_t> device[kDeviceWords];
+    std::atomic<std::uint32_t> idle;  // it uses no memory of the device
   };
   struct Slab {
     enum State : std::uint32_t { absent, making, present, freeing };
@@ -130,7 +132,7 @@ class SharedIndex {
       step("join: alive");
       member_ = i;
       member.process = static_cast<std::uint32_t>(getpid());
-      member.device = 0;
+      std::fill(std::begin(member.device), std::end(member.device), 0);
       member.idle = 0;
       set(member.joined, std::uint32_t{kind}, "join: joined");
       return true;
@@ -409,25 +411,29 @@ class SharedIndex {
   }
 
   [[nodiscard]] std::uint32_t member() const { return member_; }
-  // Say which device this member uses, by a number that is not 0, and whether it uses none of its memory now.
-  void set_device(std::uint64_t device) { layout_.members[member_].device = device; }
+  // Say which device this member uses, and whether it uses none of its memory now.
+  void set_device(const std::string& uuid) {
+    std::uint64_t words[kDeviceWords] = {};
+    std::memcpy(words, uuid.data(), std::min(uuid.size(), sizeof words));
+    std::copy(std::begin(words), std::end(words), layout_.members[member_].device);
+  }
   void set_idle(bool idle) { layout_.members[member_].idle = idle ? 1 : 0; }
+  [[nodiscard]] bool is_idle(std::uint32_t member) const { return layout_.members[member].idle != 0; }
+  // Returns the members that use another device than this one, and that device.
+  [[nodiscard]] std::vector<std::pair<std::uint32_t, std::string>> peers() const {
+    std::vector<std::pair<std::uint32_t, std::string>> peers;
+    for (std::uint32_t i = 0; i < kMembers; ++i) {
+      std::string device = device_of(i);
+      if (!device.empty() && device != device_of(member_)) peers.emplace_back(i, std::move(device));
+    }
+    return peers;
+  }
   // Returns whether another member uses memory of this one's device.
   [[nodiscard]] bool device_in_use() const {
-    const auto& own = layout_.members[member_];
-    return std::any_of(std::begin(layout_.members), std::end(layout_.members), [&](const auto& each) {
-      return &each != &own && each.joined != 0 && each.device == own.device && each.idle == 0;
-    });
-  }
-  // Returns the members that use no memory of their device, another one than this one's; with the device.
-  [[nodiscard]] std::vector<std::pair<std::uint32_t, std::uint64_t>> idle_members() const {
-    std::vector<std::pair<std::uint32_t, std::uint64_t>> idle;
     for (std::uint32_t i = 0; i < kMembers; ++i) {
-      const auto& each = layout_.members[i];
-      if (each.joined == 0 || each.idle == 0 || each.device == layout_.members[member_].device) continue;
-      idle.emplace_back(i, each.device);
+      if (i != member_ && !is_idle(i) && device_of(i) == device_of(member_)) return true;
     }
-    return idle;
+    return false;
   }
 
   [[nodiscard]] std::size_t slab_bytes() const { return layout_.slab_bytes; }
@@ -456,6 +462,13 @@ class SharedIndex {
 
   inline static const std::uint64_t kSizes[] = {sizeof(SharedLayout), kSlabBytes, kGrain, kSizeUnit, kPackedVersion};
 
+  // Returns the device of a member; empty if there is none.
+  [[nodiscard]] std::string device_of(std::uint32_t member) const {
+    if (layout_.members[member].joined == 0) return {};
+    std::uint64_t words[kDeviceWords + 1] = {};
+    std::copy(std::begin(layout_.members[member].device), std::end(layout_.members[member].device), words);
+    return reinterpret_cast<const char*>(words);
+  }
   // Returns the first place of an entry.
   [[nodiscard]] static std::size_t home(const Digest& digest, std::size_t content_bytes) {
     return digest.lane0 % (content_bytes == 0 ? kTexts : kEntries);

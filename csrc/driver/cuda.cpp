@@ -4,6 +4,7 @@
 
 #include "driver/cuda_api.hpp"
 #include "driver/driver.hpp"
+#include "driver/nvml.hpp"
 #include "driver/nvrtc.hpp"
 #include "driver/packing_kernels.hpp"
 #include "support/log.hpp"
@@ -320,6 +321,9 @@ class CudaDriver final : public Driver {
     return info;
   }
 
+  bool links_directly(int index, const std::string& uuid) override {
+    return nvml::nvlink_connects(device_info(index).uuid, uuid);
+  }
   MemoryInfo memory_info(int index) override {
     MemoryInfo info{};
     call(index, api_.mem_get_info, &info.free_bytes, &info.total_bytes);

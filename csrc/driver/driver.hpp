@@ -37,6 +37,9 @@ class Driver {
 
   [[nodiscard]] virtual int device_count() = 0;
   [[nodiscard]] virtual DeviceInfo device_info(int device) = 0;
+  // Returns whether NVLink, or what this driver has in its place, connects the device with another one, also one of
+  // other processes only. Not while the process is checkpointed.
+  [[nodiscard]] virtual bool links_directly(int device, const std::string& uuid) = 0;
   // Returns a snapshot: another process may take the free memory at any time.
   [[nodiscard]] virtual MemoryInfo memory_info(int device) = 0;
 

@@ -151,6 +151,7 @@ class HostDriver final : public Driver {
     return {"host-" + host.label, "host memory", host.account->capacity_bytes(), page_bytes(), -1};
   }
 
+  bool links_directly(int, const std::string&) override { return true; }
   MemoryInfo memory_info(int device) override {
     auto& account = *at(device).account;
     return {account.free_bytes(), account.capacity_bytes()};

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "hibernate/nvml.hpp"
+#include "driver/nvml.hpp"
 #include "hibernate/process.hpp"
 
 namespace memsaver::hibernate {
@@ -58,13 +58,13 @@ class CudaProcess final : public Process {
   ByDevice checkpoint(const std::vector<std::string>& devices) override {
     ByDevice before;  // what the process holds of each device that NVML lists it on
     for (const auto& uuid : devices) {
-      const auto memory = memory_of(uuid, {pid_});
+      const auto memory = nvml::memory_of(uuid, {pid_});
       if (memory && memory->process_bytes != 0) before[uuid] = memory->process_bytes;
     }
     take(checkpoint_);
     ByDevice held;
     for (const auto& [uuid, used] : before) {
-      const auto now = memory_of(uuid, {pid_});
+      const auto now = nvml::memory_of(uuid, {pid_});
       if (now && used > now->process_bytes) held[uuid] = used - now->process_bytes;
     }
     return held;
@@ -72,7 +72,7 @@ class CudaProcess final : public Process {
 
   void restore(const ByDevice& held) override {
     for (const auto& [uuid, bytes] : held) {
-      const auto now = memory_of(uuid, {pid_});
+      const auto now = nvml::memory_of(uuid, {pid_});
       if (now && now->free_bytes < bytes + kSpareBytes) {
         throw StepError(restore_.name, "CUDA_ERROR_OUT_OF_MEMORY", uuid, bytes + kSpareBytes, now->free_bytes);
       }

@@ -9,7 +9,7 @@
 #include <iterator>
 #include <sstream>
 
-#include "hibernate/nvml.hpp"
+#include "driver/nvml.hpp"
 
 namespace memsaver::hibernate {
 namespace {
@@ -74,7 +74,7 @@ class Helper {
   static std::string memory(std::istringstream& words) {
     std::string uuid;
     words >> uuid;
-    const auto memory = memory_of(uuid, {std::istream_iterator<int>(words), std::istream_iterator<int>()});
+    const auto memory = nvml::memory_of(uuid, {std::istream_iterator<int>(words), std::istream_iterator<int>()});
     if (!memory) throw StepError("nvmlDeviceGetMemoryInfo_v2", "NVML_ERROR");
     return "ok " + std::to_string(memory->total_bytes) + " " + std::to_string(memory->used_bytes) + " " +
            std::to_string(memory->process_bytes);

@@ -77,11 +77,17 @@ struct Engine {
     const MemoryInfo memory = saver.driver().memory_info(0);
     return memory.total_bytes - memory.free_bytes;
   }
+  // Returns how many members say that they do not use their device, another one.
+  [[nodiscard]] std::size_t idle_peers() {
+    const auto peers = store().index().peers();
+    return static_cast<std::size_t>(std::count_if(
+        peers.begin(), peers.end(), [this](const auto& peer) { return store().index().is_idle(peer.first); }));
+  }
   // Returns whether a member lends its link to this one.
   [[nodiscard]] bool is_lent_to() {
-    const auto idle = store().index().idle_members();
-    return std::any_of(idle.begin(), idle.end(), [this](const auto& member) {
-      const int connection = store().sockets().borrow_link(member.first);
+    const auto peers = store().index().peers();
+    return std::any_of(peers.begin(), peers.end(), [this](const auto& peer) {
+      const int connection = store().sockets().borrow_link(peer.first);
       if (connection >= 0) close(connection);
       return connection >= 0;
     });
@@ -166,13 +172,12 @@ void a_dead_member_hides_no_other_one_on_its_device() {
     engine.release();
     start(dead);
     start(living);
-    const auto idle = [&] { return engine.store().index().idle_members().size(); };
-    CHECK(idle() == 2);
+    CHECK(engine.idle_peers() == 2);
     engine.borrow();
     engine.faulty.delay("copy_to_device", 0.002);
     dead.kill_now();
     const double linked = engine.resume();
-    return idle() == 2 && linked > 0;
+    return engine.idle_peers() == 2 && linked > 0;
   });
 }
 
@@ -300,10 +305,10 @@ void an_allocation_under_way_is_no_idle_device() {
   std::thread allocating([&] { more = other.saver.allocate({0, "t", Restore::discard}, kBlockBytes); });
   wait_until([&] { return creates() > before; });
   other.release();
-  CHECK(engine.store().index().idle_members().empty());
+  CHECK(engine.idle_peers() == 0);
   other.faulty.heal();
   allocating.join();
-  CHECK(engine.store().index().idle_members().empty() && !engine.is_lent_to());
+  CHECK(engine.idle_peers() == 0 && !engine.is_lent_to());
   other.saver.free(more);
   other.release();
   CHECK(engine.is_lent_to());
@@ -355,6 +360,41 @@ void memory_that_is_lent_can_be_unmapped() {
   }
 }
 
+void without_a_direct_link_nothing_is_pinned_or_asked() {
+  Engine engine("own", kContent);
+  Engine other("one", kBlockBytes);
+  for (Engine* const each : {&engine, &other}) {
+    each->ledger.cut_links();
+    each->release();
+  }
+  wait_until([&] { return other.faulty.counts()["links_directly"] > 0; });
+  for (int cycle = 0; cycle < 3; ++cycle) {
+    CHECK(engine.resume() == 0);
+    engine.release();
+  }
+  CHECK(other.faulty.counts()["create_exportable"] == 0);
+  CHECK(other.store().status().pinned_bytes <= 2 * kSlabBytes);
+}
+
+void a_device_that_cannot_be_reached_is_not_asked_for_ever() {
+  Engine engine("own", kContent);
+  engine.release();
+  Engine other("one", kBlockBytes);
+  other.release();
+  engine.borrow();
+  engine.faulty.delay("copy_to_device", 0.002);
+  engine.faulty.fail("import_handle", 1, ErrorKind::driver, 1000);
+  const auto resume = [&] {
+    CHECK(engine.resume() == 0);
+    engine.release();
+    return engine.faulty.failures();
+  };
+  wait_until([&] { return resume() == 3; });
+  const std::size_t buffers = other.faulty.counts()["create_exportable"];
+  for (int cycle = 0; cycle < 3; ++cycle) CHECK(resume() == 3);
+  CHECK(other.faulty.counts()["create_exportable"] == buffers);
+}
+
 void what_is_pinned_to_be_lent_is_given_back() {
   auto engine = std::make_unique<Engine>("own", kContent);
   engine->release();
@@ -393,6 +433,8 @@ int main(int count, char** words) {
   packed_content_comes_over_a_link();
   a_device_in_use_is_not_lent();
   memory_that_is_lent_can_be_unmapped();
+  without_a_direct_link_nothing_is_pinned_or_asked();
+  a_device_that_cannot_be_reached_is_not_asked_for_ever();
   what_is_pinned_to_be_lent_is_given_back();
   return 0;
 }

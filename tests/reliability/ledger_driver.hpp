@@ -49,6 +49,10 @@ class LedgerDriver final : public Driver {
   void allow_unpinned_copies() {
     with_lock([&] { unpinned_copies_ = true; });
   }
+  // No device has a direct link from now on.
+  void cut_links() {
+    with_lock([&] { links_ = false; });
+  }
   // The next `count` ranges to be unmapped are not, however often that is tried, until let_go().
   void refuse_unmaps(std::size_t count) {
     with_lock([&] {
@@ -129,6 +133,9 @@ class LedgerDriver final : public Driver {
 
   int device_count() override { return driver_->device_count(); }
   DeviceInfo device_info(int device) override { return driver_->device_info(device); }
+  bool links_directly(int device, const std::string& uuid) override {
+    return with_lock([&] { return links_; }) && driver_->links_directly(device, uuid);
+  }
   MemoryInfo memory_info(int device) override { return driver_->memory_info(device); }
 
   Address reserve(int device, std::size_t bytes) override {
@@ -465,6 +472,7 @@ class LedgerDriver final : public Driver {
   const bool digests_;
   const bool packing_;
   bool unpinned_copies_ = false;
+  bool links_ = true;
   std::size_t refusals_ = 0;
   bool holding_ = false;
   std::set<Address> stuck_;

@@ -73,6 +73,10 @@ DeviceInfo FaultyDriver::device_info(int device) {
   enter("device_info");
   return driver_->device_info(device);
 }
+bool FaultyDriver::links_directly(int device, const std::string& uuid) {
+  enter("links_directly");
+  return driver_->links_directly(device, uuid);
+}
 MemoryInfo FaultyDriver::memory_info(int device) {
   enter("memory_info");
   return driver_->memory_info(device);

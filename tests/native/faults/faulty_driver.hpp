@@ -34,6 +34,7 @@ class FaultyDriver final : public Driver {
   bool in_host_memory() const noexcept override;
   int device_count() override;
   DeviceInfo device_info(int device) override;
+  bool links_directly(int device, const std::string& uuid) override;
   MemoryInfo memory_info(int device) override;
   Address reserve(int device, std::size_t bytes) override;
   void unreserve(int device, Address address, std::size_t bytes) override;

@@ -1,11 +1,13 @@
-#include "hibernate/nvml.hpp"
+#include "driver/nvml.hpp"
 
 #include <dlfcn.h>
 
 #include <algorithm>
 #include <type_traits>
 
-namespace memsaver::hibernate {
+#include "support/mutex.hpp"
+
+namespace memsaver::nvml {
 
 namespace {
 
@@ -20,13 +22,18 @@ struct RunningProcess {
   unsigned gpu_instance, compute_instance;
 };
 constexpr unsigned kProcesses = 256;
+constexpr int kNvLink = 2;  // NVML_P2P_CAPS_INDEX_NVLINK
+constexpr int kOk = 0;      // NVML_P2P_STATUS_OK
 
 int (*handle_by_uuid)(const char*, void**) = nullptr;
 int (*memory_info)(void*, Memory*) = nullptr;
 int (*running_processes)(void*, unsigned*, RunningProcess*) = nullptr;
+int (*p2p_status)(void*, void*, int, int*) = nullptr;
 
 bool load() {
+  static Mutex mutex;
   static bool loaded = false;
+  const Lock lock(mutex);
   if (loaded) return true;
   void* const library = dlopen("libnvidia-ml.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return false;
@@ -37,7 +44,8 @@ bool load() {
   };
   loaded = find(init, "nvmlInit_v2") && find(handle_by_uuid, "nvmlDeviceGetHandleByUUID") &&
            find(memory_info, "nvmlDeviceGetMemoryInfo_v2") &&
-           find(running_processes, "nvmlDeviceGetComputeRunningProcesses_v3") && init() == 0;
+           find(running_processes, "nvmlDeviceGetComputeRunningProcesses_v3") &&
+           find(p2p_status, "nvmlDeviceGetP2PStatus") && init() == 0;
   return loaded;
 }
 
@@ -60,4 +68,11 @@ std::optional<DeviceMemory> memory_of(const std::string& uuid, const std::vector
   return DeviceMemory{memory.total, memory.free, memory.used, own};
 }
 
-}  // namespace memsaver::hibernate
+bool nvlink_connects(const std::string& one, const std::string& other) {
+  void* devices[2] = {};
+  int status = -1;
+  return load() && handle_by_uuid(one.c_str(), &devices[0]) == 0 && handle_by_uuid(other.c_str(), &devices[1]) == 0 &&
+         p2p_status(devices[0], devices[1], kNvLink, &status) == 0 && status == kOk;
+}
+
+}  // namespace memsaver::nvml
