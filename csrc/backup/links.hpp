@@ -231,21 +231,22 @@ class BorrowedLinks {
     link->lender.send(entry);
     return true;
   }
-  // Takes what has come, and restores what links that have ended did not bring. Throws driver errors and what the
-  // callbacks throw.
-  void pump() {
+  // Takes what has come, and restores what links did not bring that have ended, or are silent for longer than
+  // `patience`. Throws driver errors and what the callbacks throw.
+  void pump(std::chrono::milliseconds patience = kLinkPatience) {
     for (auto next = links_.begin(); next != links_.end();) {
       const auto link = next++;
-      if (link->buffer ? !take_answers(*link) : !open(*link) || link->lender.ended() || link->is_late()) drop(link);
+      const bool usable = link->buffer ? take_answers(*link) : open(*link);
+      if (!usable || link->lender.ended() || link->is_late(patience)) drop(link);
     }
   }
-  // Waits until no block is under way. Throws as pump().
+  // Waits until no block is under way, but not long: the own link could bring them. Throws as pump().
   void wait() {
     const auto asked = [this] {
       return std::find_if(links_.begin(), links_.end(), [](const Link& each) { return !each.asked.empty(); });
     };
-    for (pump(); asked() != links_.end(); pump()) {
-      (void)StoreSockets::readable(asked()->lender.file(), kLinkPatience);
+    for (pump(kLastPatience); asked() != links_.end(); pump(kLastPatience)) {
+      (void)StoreSockets::readable(asked()->lender.file(), kLastPatience);
     }
     RecordedEvent(driver_, device_, stream_).wait();
   }
@@ -253,6 +254,7 @@ class BorrowedLinks {
  private:
   using Clock = std::chrono::steady_clock;
   static constexpr std::size_t kMostFailures = 3;
+  static constexpr std::chrono::milliseconds kLastPatience{50};  // a lender brings a block in less than 3 ms
 
   struct Link {
     Link(int connection, std::string of) : lender(connection), device(std::move(of)) {}
@@ -266,7 +268,9 @@ class BorrowedLinks {
     Clock::time_point since = Clock::now();  // when the buffer, or the next answer, was first waited for
 
     [[nodiscard]] bool is_free() const { return buffer && asked.size() + taken.size() < kLinkSlots; }
-    [[nodiscard]] bool is_late() const { return (!buffer || !asked.empty()) && Clock::now() - since > kLinkPatience; }
+    [[nodiscard]] bool is_late(std::chrono::milliseconds patience) const {
+      return (!buffer || !asked.empty()) && Clock::now() - since > patience;
+    }
   };
 
   // Maps the lender's buffer, if its descriptor has come. Returns false if the link cannot be used.
@@ -298,7 +302,7 @@ class BorrowedLinks {
       ++link.answers;
     }
     while (!link.taken.empty() && (!link.taken.front() || link.taken.front()->done())) link.taken.pop_front();
-    return !link.lender.ended() && !link.is_late();
+    return true;
   }
   void drop(std::list<Link>::iterator link) {
     RecordedEvent(driver_, device_, stream_).wait();

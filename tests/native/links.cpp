@@ -314,6 +314,28 @@ void an_allocation_under_way_is_no_idle_device() {
   CHECK(engine.is_lent_to());
 }
 
+// At the end only its blocks are left, and they come over the own link.
+void a_lender_that_hangs_is_not_waited_for() {
+  Engine engine("own", kContent);
+  engine.release();
+  Engine other("one", kBlockBytes);
+  other.release();
+  // Until it hangs with blocks that it was asked for, and this process is not held up by others.
+  wait_until([&] {
+    engine.borrow();
+    engine.faulty.delay("copy_to_device", 0.002);
+    const auto copies = [&] { return other.faulty.counts()["copy_to_device"]; };
+    const std::size_t before = copies();
+    other.faulty.delay("wait", 1000);
+    const auto start = std::chrono::steady_clock::now();
+    engine.resume();
+    const bool soon = std::chrono::steady_clock::now() - start < kLinkPatience;
+    other.faulty.heal();
+    engine.release();
+    return soon && copies() > before;
+  });
+}
+
 void packed_content_comes_over_a_link() {
   Engine engine("own", kContent, true);
   engine.saver.prepare_backup();
@@ -430,6 +452,7 @@ int main(int count, char** words) {
   }
   an_allocation_ends_lending();
   an_allocation_under_way_is_no_idle_device();
+  a_lender_that_hangs_is_not_waited_for();
   packed_content_comes_over_a_link();
   a_device_in_use_is_not_lent();
   memory_that_is_lent_can_be_unmapped();
