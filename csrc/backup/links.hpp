@@ -96,7 +96,7 @@ class LinkLender {
 
  private:
   static constexpr std::chrono::milliseconds kUpkeep{1000};  // how soon new content of the store is pinned
-  static constexpr std::chrono::milliseconds kReturn{200};   // for a borrower to give the buffer up
+  static constexpr std::chrono::milliseconds kReturn{50};    // for a borrower to give the buffer up
   static constexpr std::size_t kSpareShare = 4;              // of the device's memory, that must be free
 
   // Until the end of the offer, or a failure, after which nothing is lent.
@@ -198,18 +198,19 @@ class BorrowedLinks {
   BorrowedLinks(Driver& driver, SharedStore& store, int device, Failures& failures,
                 std::function<void(std::size_t, Address, Stream)> arrived, std::function<void(std::size_t)> lost)
       : driver_(driver),
+        index_(store.index()),
         device_(device),
         buffer_bytes_(link_buffer_bytes(driver.device_info(device))),
         stream_(driver, device),
         failures_(failures),
         arrived_(std::move(arrived)),
         lost_(std::move(lost)) {
-    for (const auto& [member, of] : store.index().peers()) {
+    for (const auto& [member, of] : index_.peers()) {
       const bool taken =
           std::any_of(links_.begin(), links_.end(), [&of = of](const Link& each) { return each.device == of; });
-      if (taken || !store.index().is_idle(member) || failures[of] >= kMostFailures) continue;
+      if (taken || !index_.is_idle(member) || failures[of] >= kMostFailures) continue;
       const int connection = driver.links_directly(device, of) ? store.sockets().borrow_link(member) : -1;
-      if (connection >= 0) links_.emplace_back(connection, of);  // else it has ended, or does not lend
+      if (connection >= 0) links_.emplace_back(connection, member, of);  // else it has ended, or does not lend
     }
   }
   BorrowedLinks(const BorrowedLinks&) = delete;
@@ -232,11 +233,12 @@ class BorrowedLinks {
     return true;
   }
   // Takes what has come, and restores what links did not bring that have ended, or are silent for longer than
-  // `patience`. Throws driver errors and what the callbacks throw.
+  // `patience`. Likewise for members that are to use their device: they wait for this. Throws driver errors and what
+  // the callbacks throw.
   void pump(std::chrono::milliseconds patience = kLinkPatience) {
     for (auto next = links_.begin(); next != links_.end();) {
       const auto link = next++;
-      const bool usable = link->buffer ? take_answers(*link) : open(*link);
+      const bool usable = index_.is_idle(link->member) && (link->buffer ? take_answers(*link) : open(*link));
       if (!usable || link->lender.ended() || link->is_late(patience)) drop(link);
     }
   }
@@ -257,9 +259,11 @@ class BorrowedLinks {
   static constexpr std::chrono::milliseconds kLastPatience{50};  // a lender brings a block in less than 3 ms
 
   struct Link {
-    Link(int connection, std::string of) : lender(connection), device(std::move(of)) {}
+    Link(int connection, std::uint32_t number, std::string of)
+        : lender(connection), member(number), device(std::move(of)) {}
 
     LinkSocket lender;
+    const std::uint32_t member;
     const std::string device;
     std::optional<DeviceRange> buffer;  // closed before the connection, whose end says so to the lender
     std::size_t answers = 0;
@@ -312,6 +316,7 @@ class BorrowedLinks {
   }
 
   Driver& driver_;
+  const SharedIndex& index_;
   const int device_;
   const std::size_t buffer_bytes_;
   const OwnStream stream_;

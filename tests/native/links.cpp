@@ -336,6 +336,23 @@ void a_lender_that_hangs_is_not_waited_for() {
   });
 }
 
+void members_that_resume_together_lose_nothing() {
+  Engine engine("own", kContent);
+  Engine other("one", kContent - kBlockBytes);
+  const auto both = [&](const auto& work) {
+    std::thread beside([&] { work(other); });
+    work(engine);
+    beside.join();
+  };
+  both([](Engine& each) { each.release(); });
+  for (int cycle = 0; cycle < 10; ++cycle) {
+    both([](Engine& each) {
+      each.resume();
+      each.release();
+    });
+  }
+}
+
 void packed_content_comes_over_a_link() {
   Engine engine("own", kContent, true);
   engine.saver.prepare_backup();
@@ -453,6 +470,7 @@ int main(int count, char** words) {
   an_allocation_ends_lending();
   an_allocation_under_way_is_no_idle_device();
   a_lender_that_hangs_is_not_waited_for();
+  members_that_resume_together_lose_nothing();
   packed_content_comes_over_a_link();
   a_device_in_use_is_not_lent();
   memory_that_is_lent_can_be_unmapped();
