@@ -58,14 +58,14 @@ class BackupStore {
   // Held by a release, a resume, a reader, or the thread in the background. Taken before every other lock.
   Mutex operation_mutex ACQUIRED_BEFORE(mutex_);
 
-  // Adds a device, with the NUMA node closest to it. All devices together have `nodes` nodes, which share the limit of
-  // host memory. The functions below need their device to be added.
-  void add_device(int device, int node, std::size_t nodes) EXCLUDES(mutex_) {
+  // Adds a device. All devices together have `nodes` NUMA nodes closest to them, which share the limit of host memory.
+  // The functions below need their device to be added.
+  void add_device(int device, const DeviceInfo& info, std::size_t nodes) EXCLUDES(mutex_) {
     const Lock lock(mutex_);
-    auto& pool = pools_[node];
-    if (!pool) pool = std::make_unique<HostPool>(driver_, settings_.host_backup_limit / nodes, node);
-    pool_of_.emplace(device, pool.get());
-    if (shared_ && pool_of_.size() == 1) shared_->index().set_device(driver_.device_info(device).uuid);
+    auto& pool = pools_[info.numa_node];
+    if (!pool) pool = std::make_unique<HostPool>(driver_, settings_.host_backup_limit / nodes, info.numa_node);
+    const bool added = pool_of_.emplace(device, pool.get()).second;
+    if (shared_ && added) shared_->index().add_device(info.uuid);
   }
 
   [[nodiscard]] HostPool& pool_of(int device) EXCLUDES(mutex_) {
@@ -95,16 +95,17 @@ class BackupStore {
   }
   // Returns null if blocks are not shared with other processes.
   [[nodiscard]] SharedStore* shared() const { return shared_.get(); }
-  // Lends the link of `device`, the only one, to other members of the store while `idle`: it returns whether this
-  // process uses no memory of the device. Until refuse_link(), which precedes any such use, and after which `idle` is
+  // Lends the link of the device to other members of the store, if it is the only one and `idle` returns true: this
+  // process uses no memory of it. Until refuse_link(), which precedes any such use, and after which `idle` returns
   // false: so one of the two sees the other.
-  void lend_link(int device, std::function<bool()> idle) EXCLUDES(lender_mutex_) {
+  void lend_link(const std::vector<int>& devices, std::function<bool()> idle) EXCLUDES(lender_mutex_) {
     if (!shared_) return;
     const Lock lock(lender_mutex_);
     if (ended_ || lender_ || !idle()) return;
     shared_->index().set_idle(true);
+    if (devices.size() != 1) return;
     attempt("this process does not lend its link", [&]() REQUIRES(lender_mutex_) {
-      lender_ = std::make_unique<LinkLender>(driver_, *shared_, device, std::move(idle));
+      lender_ = std::make_unique<LinkLender>(driver_, *shared_, devices.front(), std::move(idle));
     });
   }
   // Returns once this process uses its device for no other member, as ~LinkLender().

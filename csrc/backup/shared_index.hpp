@@ -38,10 +38,10 @@ struct SharedLayout {
     enum Kind : std::uint32_t { none, engine, keeper };
     pthread_mutex_t alive;              // the liveness mutex: held by a thread of the process as long as it is a member
     std::atomic<std::uint32_t> joined;  // a Kind
-    std::atomic<std::uint32_t> process;  // its id
-    // The text of its device's UUID, or as much as there is room for; zeros: none yet.
-    std::atomic<std::uint64_t> device[kDeviceWords];
-    std::atomic<std::uint32_t> idle;  // it uses no memory of the device
+    std::atomic<std::uint32_t> process;               // its id
+    std::atomic<std::uint32_t> devices;               // how many it uses
+    std::atomic<std::uint64_t> device[kDeviceWords];  // the text of the first one's UUID, or as much as has room
+    std::atomic<std::uint32_t> idle;                  // it uses no memory of its devices
   };
   struct Slab {
     enum State : std::uint32_t { absent, making, present, freeing };
@@ -132,7 +132,7 @@ class SharedIndex {
       step("join: alive");
       member_ = i;
       member.process = static_cast<std::uint32_t>(getpid());
-      std::fill(std::begin(member.device), std::end(member.device), 0);
+      member.devices = 0;
       member.idle = 0;
       set(member.joined, std::uint32_t{kind}, "join: joined");
       return true;
@@ -411,27 +411,33 @@ class SharedIndex {
   }
 
   [[nodiscard]] std::uint32_t member() const { return member_; }
-  // Say which device this member uses, and whether it uses none of its memory now.
-  void set_device(const std::string& uuid) {
+  // Say that this member uses one more device, and whether it uses no memory of its devices now.
+  void add_device(const std::string& uuid) {
+    auto& own = layout_.members[member_];
     std::uint64_t words[kDeviceWords] = {};
     std::memcpy(words, uuid.data(), std::min(uuid.size(), sizeof words));
-    std::copy(std::begin(words), std::end(words), layout_.members[member_].device);
+    if (own.devices == 0) std::copy(std::begin(words), std::end(words), own.device);
+    ++own.devices;
   }
   void set_idle(bool idle) { layout_.members[member_].idle = idle ? 1 : 0; }
   [[nodiscard]] bool is_idle(std::uint32_t member) const { return layout_.members[member].idle != 0; }
-  // Returns the members that use another device than this one, and that device.
+  // Returns the members that use one device, another one than this member's only one; and that device.
   [[nodiscard]] std::vector<std::pair<std::uint32_t, std::string>> peers() const {
     std::vector<std::pair<std::uint32_t, std::string>> peers;
+    const std::string own = device_of(member_);
     for (std::uint32_t i = 0; i < kMembers; ++i) {
       std::string device = device_of(i);
-      if (!device.empty() && device != device_of(member_)) peers.emplace_back(i, std::move(device));
+      if (!device.empty() && !own.empty() && device != own) peers.emplace_back(i, std::move(device));
     }
     return peers;
   }
-  // Returns whether another member uses memory of this one's device.
+  // Returns whether another member uses memory of this one's device, or may: of one with several, the index knows one.
   [[nodiscard]] bool device_in_use() const {
+    const std::string own = device_of(member_);
     for (std::uint32_t i = 0; i < kMembers; ++i) {
-      if (i != member_ && !is_idle(i) && device_of(i) == device_of(member_)) return true;
+      const auto& each = layout_.members[i];
+      if (i == member_ || each.joined == 0 || each.idle != 0) continue;
+      if (each.devices > 1 || device_of(i) == own) return true;
     }
     return false;
   }
@@ -462,11 +468,12 @@ class SharedIndex {
 
   inline static const std::uint64_t kSizes[] = {sizeof(SharedLayout), kSlabBytes, kGrain, kSizeUnit, kPackedVersion};
 
-  // Returns the device of a member; empty if there is none.
-  [[nodiscard]] std::string device_of(std::uint32_t member) const {
-    if (layout_.members[member].joined == 0) return {};
+  // Returns the only device of a member; empty if it has none or several.
+  [[nodiscard]] std::string device_of(std::uint32_t number) const {
+    const auto& member = layout_.members[number];
+    if (member.joined == 0 || member.devices != 1) return {};
     std::uint64_t words[kDeviceWords + 1] = {};
-    std::copy(std::begin(layout_.members[member].device), std::end(layout_.members[member].device), words);
+    std::copy(std::begin(member.device), std::end(member.device), words);
     return reinterpret_cast<const char*>(words);
   }
   // Returns the first place of an entry.

@@ -321,8 +321,7 @@ class Saver::Operation {
     }
     for (const auto& [arena, chunks] : freed) saver_.physical_.give_back(*arena, chunks);
     saver_.backups_.flush();
-    const std::vector<int> devices = saver_.map_.devices();
-    if (devices.size() == 1) saver_.backups_.lend_link(devices.front(), [&saver = saver_] { return saver.idle(); });
+    saver_.backups_.lend_link(saver_.map_.devices(), [&saver = saver_] { return saver.idle(); });
   }
 
   [[nodiscard]] OperationResult result() const EXCLUDES(saver_.map_.mutex) {

@@ -21,7 +21,7 @@ void Saver::add_device(int device) {
   for (int each = 0; each < driver_->device_count(); ++each) {
     nodes.insert(each == device ? info.numa_node : driver_->device_info(each).numa_node);
   }
-  backups_.add_device(device, info.numa_node, nodes.size());
+  backups_.add_device(device, info, nodes.size());
   map_.add_device(device, info);
 }
 

@@ -370,9 +370,26 @@ void a_device_in_use_is_not_lent() {
   idle.release();
   engine.borrow();
   Engine active("one", kBlockBytes / 2);
+  engine.faulty.delay("copy_to_device", 0.002);
   CHECK(engine.resume() == 0);
   engine.release();
   active.release();
+  engine.borrow();
+}
+
+// Also if its user uses another one first.
+void a_second_device_of_a_process_is_not_lent() {
+  Engine engine("own", kContent);
+  engine.release();
+  Engine idle("two", kBlockBytes);
+  idle.release();
+  engine.borrow();
+  Saver saver(open_host_driver({"one" + kName, "two" + kName}, kCapacity), in_store(false));
+  for (const int device : {0, 1}) static_cast<void>(saver.allocate({device, "t", Restore::discard}, kBlockBytes));
+  engine.faulty.delay("copy_to_device", 0.002);
+  CHECK(engine.resume() == 0);
+  engine.release();
+  saver.release({}, {}, {});
   engine.borrow();
 }
 
@@ -473,6 +490,7 @@ int main(int count, char** words) {
   members_that_resume_together_lose_nothing();
   packed_content_comes_over_a_link();
   a_device_in_use_is_not_lent();
+  a_second_device_of_a_process_is_not_lent();
   memory_that_is_lent_can_be_unmapped();
   without_a_direct_link_nothing_is_pinned_or_asked();
   a_device_that_cannot_be_reached_is_not_asked_for_ever();
