@@ -99,22 +99,29 @@ class LinkLender {
   static constexpr std::chrono::milliseconds kReturn{50};    // for a borrower to give the buffer up
   static constexpr std::size_t kSpareShare = 4;              // of the device's memory, that must be free
 
-  // Until the end of the offer, or a failure, after which nothing is lent.
+  // Until the end of the offer, or a lost context, after which nothing is lent.
   void run() {
     pthread_setname_np(pthread_self(), "memsaver-link");
     attempt("this process does not lend its link until its next operation", [this] {
-      std::optional<std::uint32_t> pinned;  // what changes() was
       while (!ending_) {
-        const std::uint32_t changes = store_.changes();
-        const auto stop = [this] { return ending_ || store_.sockets().link_is_wanted(); };
-        if (changes != pinned && is_reachable() && store_.pin_used(stop)) pinned = changes;
+        attempt_unless_lost("not all of the shared store is pinned to be lent", [this] { pin(); });
         const int connection = store_.sockets().accept_link(kUpkeep);
         if (connection < 0) continue;
         LinkSocket borrower(connection);
-        if (may_lend()) serve(borrower);
+        attempt_unless_lost("the link is not lent", [&] {
+          if (may_lend()) serve(borrower);
+        });
       }
     });
     store_.sockets().end_offer();
+  }
+  // Pins what the store holds, once for each change, unless a borrower waits.
+  void pin() {
+    const std::uint32_t changes = store_.changes();
+    const auto stop = [this] { return ending_ || store_.sockets().link_is_wanted(); };
+    if (changes == pinned_ || !is_reachable()) return;
+    pinned_ = changes;  // also if it fails: what made it fail now will do so again
+    if (!store_.pin_used(stop)) pinned_.reset();
   }
   // Returns whether there are members that could borrow the link.
   [[nodiscard]] bool is_reachable() {
@@ -182,6 +189,7 @@ class LinkLender {
   const int device_;
   const DeviceInfo info_;
   const std::function<bool()> idle_;
+  std::optional<std::uint32_t> pinned_;  // what changes() was
   std::atomic<bool> ending_{false};
   std::thread thread_;
 };

@@ -271,7 +271,8 @@ class SharedStore {
     return !stop();
   }
   // Unmaps what only pin_used() needs. Until it is called again, nothing is unmapped in the background.
-  void unmap_lent() EXCLUDES(mutex_) {
+  void unmap_lent() EXCLUDES(lending, mutex_) {
+    lending.lock();
     unmap_if([](const Mapped& slab) { return slab.lent && !slab.needed; });
     const Lock lock(mutex_);
     lent_.clear();
@@ -290,6 +291,7 @@ class SharedStore {
       ranges.push_back({slab->second.address() + piece.first * kGrain, length});
       bytes -= length;
     }
+    if (bytes > 0) return {};
     return ranges;
   }
   // Makes and pins memory in the background for `bytes` beyond what this process uses, as far as others leave some.
@@ -306,8 +308,9 @@ class SharedStore {
   // Waits until nothing is being prepared. Throws what stopped it.
   void wait_until_prepared() { background_.wait(); }
   // Gives back the memory that no process uses, and what this one has mapped and does not need, not even to lend it.
-  void trim() {
+  void trim() EXCLUDES(lending) {
     apply_pending();
+    lending.lock();
     unmap_if([](const Mapped& slab) { return !slab.needed && (!slab.lent || slab.empty); });
     free_unused([] {});
   }
@@ -501,7 +504,8 @@ class SharedStore {
       sockets_.serve(file_, kUpkeep);
       if (ending_) break;
       apply_pending();
-      if (lends()) unmap_if([](const Mapped& slab) { return slab.lent && slab.empty; });
+      // Copies may be under way for long, and new processes wait for this thread.
+      if (lends() && lending.try_lock()) unmap_if([](const Mapped& slab) { return slab.lent && slab.empty; });
       free_unused([this] { sockets_.serve(file_, std::chrono::milliseconds(0)); });
     }
     // If a stopped process has the index, other members do this later, as for a dead member.
@@ -618,11 +622,12 @@ class SharedStore {
     bool lent;    // pin_used() has mapped it
     bool empty;   // it holds nothing
   };
-  // Unmaps the slabs for which `wanted` returns true. Waits for copies of a borrower of this process's link.
-  void unmap_if(const std::function<bool(const Mapped&)>& wanted) EXCLUDES(lending, map_mutex_, pin_mutex_, mutex_) {
+  // Unmaps the slabs for which `wanted` returns true. Unlocks `lending`.
+  void unmap_if(const std::function<bool(const Mapped&)>& wanted) RELEASE(lending)
+      EXCLUDES(map_mutex_, pin_mutex_, mutex_) {
     Slabs slabs;
     {
-      const Lock not_lent(lending);
+      const Lock not_lent(lending, std::adopt_lock);
       const Lock no_other(map_mutex_);
       const Lock not_pinned(pin_mutex_);
       if (!lock_index()) return;

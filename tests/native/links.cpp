@@ -95,7 +95,7 @@ struct Engine {
 };
 
 // A process that lends its link from a word on, and says 'r' then. At the next one it resumes, and says 'a'. `failing`:
-// its first call of this name fails; at each word it says 'f' once it has, and 'n' before.
+// its first call of this name fails; at each word before it says 'n', and 'f' at the first one after it.
 Child lender(const std::string& device, const std::string& failing = "") {
   return Child([=](int end) {
     (void)wait_for_word(end);
@@ -103,13 +103,15 @@ Child lender(const std::string& device, const std::string& failing = "") {
     engine.release();
     if (!failing.empty()) engine.faulty.fail(failing, 1, ErrorKind::driver, 1);
     answer(end, 'r');
+    bool failed = failing.empty();
     while (wait_for_word(end) != '\0') {
-      if (!failing.empty() && engine.faulty.failures() == 0) {
-        answer(end, 'n');
-        continue;
+      if (failed) {
+        engine.resume();
+        answer(end, 'a');
+      } else {
+        failed = engine.faulty.failures() > 0;
+        answer(end, failed ? 'f' : 'n');
       }
-      engine.resume();
-      answer(end, failing.empty() ? 'a' : 'f');
     }
   });
 }
@@ -257,6 +259,9 @@ void calls_that_fail_lose_nothing() {
       child.say();
       return child.hear() == 'f';
     });
+    engine.borrow();  // it lends again
+    child.say();
+    CHECK(child.hear() == 'a');
   }
   start(last);
   for (const char* call : {"create_stream", "import_handle", "copy_on_device"}) {
@@ -416,6 +421,26 @@ void memory_that_is_lent_can_be_unmapped() {
   }
 }
 
+// Else a new process would wait for an answer of a member that lends.
+void a_member_that_lends_does_its_upkeep() {
+  Engine engine("own", kContent);
+  engine.release();
+  Engine other("one", kBlockBytes);
+  other.release();
+  wait_until([&] { return other.store().status().pinned_bytes >= kContent; });
+  const Lock lending(other.store().lending);  // as in a session
+  const auto used = [&] { return other.store().status().used_bytes; };
+  const std::size_t before = used();
+  for (unsigned seed = 0; seed < 3; ++seed) {
+    const auto data = content(seed, kBlockBytes);
+    const auto claim = other.store().find_or_claim(digest_of(other.store().key(), data), kBlockBytes);
+    CHECK(claim.found == SharedStore::Found::claimed);
+    CHECK(!other.store().take(claim.entry, kBlockBytes, kBlockBytes, -1).empty() && used() > before);
+    other.store().give(claim.entry);
+    wait_until([&] { return used() == before; });
+  }
+}
+
 void without_a_direct_link_nothing_is_pinned_or_asked() {
   Engine engine("own", kContent);
   Engine other("one", kBlockBytes);
@@ -492,6 +517,7 @@ int main(int count, char** words) {
   a_device_in_use_is_not_lent();
   a_second_device_of_a_process_is_not_lent();
   memory_that_is_lent_can_be_unmapped();
+  a_member_that_lends_does_its_upkeep();
   without_a_direct_link_nothing_is_pinned_or_asked();
   a_device_that_cannot_be_reached_is_not_asked_for_ever();
   what_is_pinned_to_be_lent_is_given_back();

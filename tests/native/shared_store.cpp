@@ -579,6 +579,14 @@ void sizes_in_the_index_are_checked() {
     entry.bytes = kBlockBytes / 2;
     entry.packed_bytes = kBlockBytes / 2 + 1;
   });
+  const std::uint32_t lent = part.keep(5, kBlockBytes);
+  {
+    const Lock lending(part.store.lending);
+    CHECK(sum_of(part.store.pinned_memory_of(lent)) == kBlockBytes);
+    --layout.entries[lent].piece[0].grains;
+    CHECK(part.store.pinned_memory_of(lent).empty());
+    ++layout.entries[lent].piece[0].grains;
+  }
   CHECK(SharedIndex::is_valid(layout));
   ++layout.sizes[std::size(layout.sizes) - 1];  // of another version of packed content
   CHECK(!SharedIndex::is_valid(layout));
