@@ -14,7 +14,7 @@ using namespace memsaver;
 
 namespace {
 
-constexpr std::size_t kCapacity = std::size_t{512} << 20;
+constexpr std::size_t kCapacity = std::size_t{64} << 20;
 const std::size_t kContent = 72 * kBlockBytes;  // more than is digested at once
 
 Settings in_store(bool pack) {
@@ -382,6 +382,23 @@ void a_device_in_use_is_not_lent() {
   engine.borrow();
 }
 
+void a_device_short_of_memory_is_not_lent() {
+  Engine engine("own", kContent);
+  engine.release();
+  Engine other("one", kBlockBytes);
+  other.release();
+  engine.borrow();
+  const auto driver = open_host_driver({"one" + kName}, kCapacity);
+  const std::size_t most = kCapacity / 4 * 3 + kBlockBytes;
+  const Handle handle = driver->create(0, most);
+  engine.faulty.delay("copy_to_device", 0.002);
+  const std::size_t buffers = other.faulty.counts()["create_exportable"];
+  CHECK(engine.resume() == 0 && other.faulty.counts()["create_exportable"] == buffers);
+  engine.release();
+  driver->release(0, handle, most);
+  engine.borrow();
+}
+
 // Also if its user uses another one first.
 void a_second_device_of_a_process_is_not_lent() {
   Engine engine("own", kContent);
@@ -515,6 +532,7 @@ int main(int count, char** words) {
   members_that_resume_together_lose_nothing();
   packed_content_comes_over_a_link();
   a_device_in_use_is_not_lent();
+  a_device_short_of_memory_is_not_lent();
   a_second_device_of_a_process_is_not_lent();
   memory_that_is_lent_can_be_unmapped();
   a_member_that_lends_does_its_upkeep();

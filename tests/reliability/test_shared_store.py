@@ -20,7 +20,7 @@ from memsaver_core.contract.errors import ConfigurationError
 from tests import forks
 from tests.amount import amount
 from tests.native import injection
-from tests.programs import Ordered
+from tests.programs import Child, Ordered
 from tests.reliability.replica import UNIT, WEIGHTS
 from tests.unit.saver_memory import MIB
 from tests.waiting import wait_until
@@ -94,6 +94,67 @@ def test_replicas_keep_one_copy(replicas: list[Replica]) -> None:
     assert [report["unchanged_bytes"] for report in all_at_once(replicas, "release")] == [WEIGHTS, 0, WEIGHTS]
     assert all_at_once(replicas, "resume") == [True] * 3
     assert all_at_once(replicas, "audit") == [[]] * 3
+
+
+#: Holds content unlike that of others with another seed; does what it is told, and answers with a line of JSON.
+BORROWER = """
+import json, sys
+import torch, memsaver_core as ms
+from memsaver_core import process
+
+torch.manual_seed(int(sys.argv[1]))
+with ms.region("weights", restore="host"):
+    held = [torch.empty(8 << 20, dtype=torch.uint8, device=ms.torch_device()).random_() for _ in range(20)]
+written = [int(tensor.view(torch.int64).sum()) for tensor in held]
+print(flush=True)
+for order in sys.stdin:
+    match order.strip():
+        case "release":
+            ms.release()
+            answer = True
+        case "hibernate":
+            ms.release(hibernate=True)
+            answer = ms.status().hibernated
+        case "resume":
+            process.saver().delay("copy_to_device", 0.02)  # else it may be done before a link is open
+            details = [phase.details for phase in ms.resume().phases]
+            process.saver().heal()
+            assert [int(tensor.view(torch.int64).sum()) for tensor in held] == written
+            answer = sum(each.get("linked_bytes", 0) for each in details)
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def test_both_sides_of_a_link_can_be_hibernated(store: str) -> None:
+    """Nothing of a link is left in either process: its content comes back then, too, and links are lent again."""
+
+    def on(device: str, seed: int) -> Child:
+        settings = {"MEMSAVER_DRIVER": "host", "MEMSAVER_HOST_DEVICE": f"{device}-{store}", "MEMSAVER_PACK": "off"}
+        settings["MEMSAVER_SHARED_BACKUPS"] = store
+        return Child("-c", BORROWER, str(seed), **injection.in_child(), **settings)
+
+    def tell(child: Child, order: str) -> Any:
+        return json.loads(child.ask(order))
+
+    with on("one", 1) as borrower, on("two", 2) as lender:
+        for each in (borrower, lender):
+            each.read_line()
+            tell(each, "release")
+
+        def borrows() -> bool:
+            linked = tell(borrower, "resume")
+            tell(borrower, "release")
+            return bool(linked > 0)
+
+        wait_until(borrows, 60)  # the lender first pins what it has not written itself
+        assert tell(lender, "hibernate")
+        assert not borrows()
+        assert tell(borrower, "hibernate")
+        assert tell(borrower, "resume") == 0
+        assert tell(lender, "resume") == 0
+        for each in (borrower, lender):
+            tell(each, "release")
+        wait_until(borrows, 60)
 
 
 @pytest.mark.guards("the process that had written a shared backup died")
