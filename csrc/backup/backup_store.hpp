@@ -50,7 +50,6 @@ class BackupStore {
       (void)lender_.release();
       return;
     }
-    lender_.reset();
     background_.join();
     pipelines_.clear();  // they use the pools and the files
   }
@@ -96,16 +95,16 @@ class BackupStore {
   // Returns null if blocks are not shared with other processes.
   [[nodiscard]] SharedStore* shared() const { return shared_.get(); }
   // Lends the link of the device to other members of the store, if it is the only one and `idle` returns true: this
-  // process uses no memory of it. Until refuse_link(), which precedes any such use, and after which `idle` returns
-  // false: so one of the two sees the other.
-  void lend_link(const std::vector<int>& devices, std::function<bool()> idle) EXCLUDES(lender_mutex_) {
+  // process uses no memory of it. Until refuse_link(), which precedes any such use; if that is of another thread,
+  // `idle` returns false by then.
+  void lend_link(const std::vector<int>& devices, const std::function<bool()>& idle) EXCLUDES(lender_mutex_) {
     if (!shared_) return;
     const Lock lock(lender_mutex_);
-    if (ended_ || lender_ || !idle()) return;
+    if (lender_ || !idle()) return;
     shared_->index().set_idle(true);
     if (devices.size() != 1) return;
     attempt("this process does not lend its link", [&]() REQUIRES(lender_mutex_) {
-      lender_ = std::make_unique<LinkLender>(driver_, *shared_, devices.front(), std::move(idle));
+      lender_ = std::make_unique<LinkLender>(driver_, *shared_, devices.front());
     });
   }
   // Returns once this process uses its device for no other member, as ~LinkLender().
@@ -183,11 +182,7 @@ class BackupStore {
 
   // Lets no host memory be unpinned from now on: the process is ending, and its driver may be gone already.
   void end() noexcept EXCLUDES(mutex_, lender_mutex_) {
-    {
-      const Lock lock(lender_mutex_);
-      ended_ = true;
-      lender_.reset();
-    }
+    refuse_link();
     const Lock lock(mutex_);
     for (const auto& [node, pool] : pools_) pool->end();
   }
@@ -248,7 +243,6 @@ class BackupStore {
   std::vector<int> packing_wanted_ GUARDED_BY(operation_mutex);
 
   Mutex lender_mutex_;
-  bool ended_ GUARDED_BY(lender_mutex_) = false;
   std::unique_ptr<LinkLender> lender_ GUARDED_BY(lender_mutex_);
 
   mutable Mutex mutex_;

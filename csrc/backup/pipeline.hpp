@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <list>
 
 #include "backup/block.hpp"
@@ -128,7 +127,7 @@ class Pipeline : public PipelineParts {
   using Samples = Registered<std::array<std::uint64_t, kSamples>>;
   std::unique_ptr<Samples> samples;
   bool new_memory_is_zero = true;
-  std::map<std::string, std::size_t> link_failures;  // as BorrowedLinks has them
+  std::map<std::string, std::size_t> link_failures;  // by UUID: how often in a row its link could not be borrowed
 
   // Returns null if the device cannot digest. Throws as DigestQueue().
   [[nodiscard]] DigestQueue* digests() {
@@ -137,17 +136,19 @@ class Pipeline : public PipelineParts {
     return digests_.get();
   }
 
-  enum class Direction { to_host, to_device };
-  // Queues copies of extents of the allocation at `base`, which lie one after the other in `memory`. Throws driver
-  // errors: some may be queued.
-  void copy(Direction direction, Address base, const std::vector<Extent>& extents,
-            const std::vector<HostRange>& memory) {
+  enum class Direction { to_host, to_device, on_device };
+  // Queues copies of extents of the allocation at `base`, which lie one after the other in `memory`: of the host, or of
+  // a device. Throws driver errors: some may be queued.
+  void copy(Direction direction, Address base, const std::vector<Extent>& extents, const std::vector<HostRange>& memory,
+            Stream stream) {
     for_each_piece(extents, memory, [&](std::size_t offset, std::uintptr_t address, std::size_t bytes) {
       auto* const host_address = reinterpret_cast<void*>(address);
       if (direction == Direction::to_host) {
-        driver.copy_to_host(device, host_address, base + offset, bytes, copies);
+        driver.copy_to_host(device, host_address, base + offset, bytes, stream);
+      } else if (direction == Direction::to_device) {
+        driver.copy_to_device(device, base + offset, host_address, bytes, stream);
       } else {
-        driver.copy_to_device(device, base + offset, host_address, bytes, copies);
+        driver.copy_on_device(device, base + offset, address, bytes, stream);
       }
     });
   }
@@ -164,21 +165,14 @@ class Pipeline : public PipelineParts {
   }
   // Returns an event after what `copies` or `kernels` holds now. Throws driver errors.
   [[nodiscard]] Recorded record(Stream stream) { return std::make_shared<RecordedEvent>(driver, device, stream); }
-  // Throws driver errors.
-  void wait_for_streams() {
-    record(copies)->wait();
-    record(kernels)->wait();
-  }
   // Waits until nothing works for this object, `transfers` included, and closes `packing`. What fails is logged.
   void quiesce(const FileTransfers& transfers = {}) noexcept {
     for (const auto& transfer : transfers) {
       if (transfer.done.valid()) transfer.done.wait();
     }
     if (digests_) digests_->abandon();
-    if (!attempt("while waiting for copies to end", [this] { wait_for_streams(); })) {
-      // A device that cannot be synchronized, either, has lost its context and runs nothing.
-      attempt("while waiting for the device", [this] { driver.synchronize(device); });
-    }
+    settle(driver, device, copies);
+    settle(driver, device, kernels);
     try {
       packing.close();
     } catch (const std::exception&) {

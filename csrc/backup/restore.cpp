@@ -7,6 +7,8 @@ namespace memsaver {
 
 namespace {
 
+using Direction = Pipeline::Direction;
+
 constexpr std::size_t kSampleEvery = 16;
 // Threads that read blocks, and the part of a block of the shared store that one copies at once. All threads copy parts
 // of the same block, so that it is there soon: 11.5 GB took 0.27 to 0.30 s (H100, 16 cores), in parts of 4 or 8 MiB
@@ -14,7 +16,7 @@ constexpr std::size_t kSampleEvery = 16;
 constexpr std::size_t kReaders = 16;
 // Links are borrowed for at least so many blocks: to open one takes 3 ms, in which the process's own link brings five.
 // Then so many are under way on the own one at once.
-constexpr std::size_t kBorrowedFor = 16;
+constexpr std::ptrdiff_t kBorrowedFor = 16;
 constexpr std::size_t kOwnBlocks = 3;
 const std::size_t kPartBytes = kBlockBytes / 16;
 
@@ -40,23 +42,17 @@ class Unpacking {
   // Adds the seconds spent waiting to `seconds`.
   Unpacking(Pipeline& pipeline, PipelineSeconds& seconds) : pipeline_(pipeline), seconds_(seconds) {}
 
-  // Starts to unpack a block from `memory`, which must stay until the copies that are queued now are done. Without
-  // buffers several threads unpack it in host memory before this returns. Throws backup if this block or an earlier one
-  // is damaged, out_of_host_memory or driver errors.
-  void start(const ContentBlock& content, const std::vector<HostRange>& memory) {
-    if (pipeline_.packing.buffers() == 0) return unpack_on_host(content, memory);
-    const std::size_t packed_bytes = content.block->packed_bytes;
-    start(content, pipeline_.copies,
-          [&](Address buffer) { pipeline_.copy(Pipeline::Direction::to_device, buffer, {{0, packed_bytes}}, memory); });
-  }
-  // Likewise, with the packed content that `copy` queues on `stream` to the address of a buffer.
-  void start(const ContentBlock& content, Stream stream, const std::function<void(Address)>& copy) {
+  // Starts to unpack a block from `memory`, as Pipeline::copy() takes it, which must stay until the copies that are
+  // queued now are done. Without buffers several threads unpack it in host memory before this returns. Throws backup if
+  // this block or an earlier one is damaged, out_of_host_memory or driver errors.
+  void start(const ContentBlock& content, Direction direction, const std::vector<HostRange>& memory, Stream stream) {
     Packing& packing = pipeline_.packing;
+    if (packing.buffers() == 0) return unpack_on_host(content, memory);
     const std::size_t packed_bytes = content.block->packed_bytes;
     const Extent& extent = content.block->extents.front();
     if (blocks_.size() == packing.buffers()) end_oldest();
     Packing::Buffer& buffer = packing.take();
-    copy(buffer.address);
+    pipeline_.copy(direction, buffer.address, {{0, packed_bytes}}, memory, stream);
     pipeline_.record(stream)->hold(pipeline_.kernels);
     *buffer.result = 0;
     pipeline_.driver.unpack(pipeline_.device, {buffer.address, packed_bytes},
@@ -92,7 +88,7 @@ class Unpacking {
     }
     bounce_ = std::make_unique<HostPool::Bounce>(pipeline_.pool, bytes, HostPool::Use::must_pass);
     copy_to_ranges(unpacked_.data(), {{0, bytes}}, bounce_->ranges);
-    pipeline_.copy(Pipeline::Direction::to_device, content.base, content.block->extents, bounce_->ranges);
+    pipeline_.copy(Direction::to_device, content.base, content.block->extents, bounce_->ranges, pipeline_.copies);
     pipeline_.record(pipeline_.copies)->wait();
     bounce_.reset();
   }
@@ -166,6 +162,8 @@ class RestoreTask {
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
       if (restored_.count(i) == 0) restore_chunk(i);
     }
+    if (links_) links_->wait();
+    links_.reset();
     finish();
     on_failure.dismiss();
     return seconds_;
@@ -266,7 +264,6 @@ class RestoreTask {
     try {
       if (links_) links_->pump();
       restore_block(index);
-      if (may_be_linked(*content.block) && --linkable_ == 0) end_links();
     } catch (Error& error) {
       if (error.call == "pread") note_damage(content, error);
       throw error.with_tag(content.tag).with_address(content.begin()).with_bytes(content.block->bytes);
@@ -274,44 +271,40 @@ class RestoreTask {
   }
 
   void restore_block(std::size_t index) {
-    ContentBlock& content = blocks_[index];
-    Block& block = *content.block;
+    const ContentBlock& content = blocks_[index];
+    const Block& block = *content.block;
     if (block.kept == Kept::nothing) return;
     if (block.kept == Kept::zero) {
       for (const auto& extent : block.extents) {
         driver_.fill_zero(device_, content.base + extent.offset, extent.bytes, pipeline_.copies);
       }
-      content.outcome = ContentBlock::Outcome::zero;
-    } else {
-      if (next_read_ <= index) {
-        wait_for_uploads(0);  // no read is under way, so uploads have all bounce memory that is in use
-        read_ahead();
-      }
-      if (!reads_.empty() && reads_.front().block == &block) {
-        restore_from_read(content);
-      } else if (comes_over_a_link(index)) {
-        return;
-      } else {
-        return copy_block(index);
-      }
-      note_copied(index);
-      return;
+      return note_restored(index, ContentBlock::Outcome::zero);
     }
-    progress_.done_bytes += block.content_bytes();
-    if (is_checked(block)) add_to_window(index);
+    if (next_read_ <= index) {
+      wait_for_uploads(0);  // no read is under way, so uploads have all bounce memory that is in use
+      read_ahead();
+    }
+    if (!reads_.empty() && reads_.front().block == &block) {
+      restore_from_read(content);
+      note_restored(index, ContentBlock::Outcome::copied);
+    } else if (!comes_over_a_link(index)) {
+      copy_block(index);
+    }
   }
   // Copies a block over the link of this device.
   void copy_block(std::size_t index) {
-    pin(*blocks_[index].block);
-    start_copy(blocks_[index], blocks_[index].block->host);
+    const Block& block = *blocks_[index].block;
+    pin(block);
+    start_copy(blocks_[index], Direction::to_device, block.host, pipeline_.copies);
     if (links_) own_.push_back(pipeline_.record(pipeline_.copies));
-    note_copied(index);
+    note_restored(index, ContentBlock::Outcome::copied);
   }
-  void note_copied(std::size_t index) {
+  void note_restored(std::size_t index, ContentBlock::Outcome outcome) {
     ContentBlock& content = blocks_[index];
-    content.outcome = ContentBlock::Outcome::copied;
-    progress_.copied_bytes += content.block->content_bytes();
-    progress_.done_bytes += content.block->content_bytes();
+    content.outcome = outcome;
+    const std::size_t bytes = content.block->content_bytes();
+    progress_.done_bytes += bytes;
+    if (outcome == ContentBlock::Outcome::copied) progress_.copied_bytes += bytes;
     if (is_checked(*content.block)) add_to_window(index);
   }
 
@@ -320,13 +313,12 @@ class RestoreTask {
   }
   // Borrows links, if there is enough content for them.
   void borrow_links() {
-    linkable_ = static_cast<std::size_t>(std::count_if(
-        blocks_.begin(), blocks_.end(), [](const auto& content) { return may_be_linked(*content.block); }));
-    if (linkable_ < kBorrowedFor || pipeline_.store->index().peers().empty()) return;
+    const auto wanted = std::count_if(blocks_.begin(), blocks_.end(),
+                                      [](const auto& content) { return may_be_linked(*content.block); });
+    if (wanted < kBorrowedFor || pipeline_.store->index().peers().empty()) return;
     attempt_unless_lost("no link is borrowed", [this] {
       links_ = std::make_unique<BorrowedLinks>(
-          driver_, *pipeline_.store, device_, pipeline_.link_failures,
-          [this](std::size_t index, Address from, Stream stream) { take(index, from, stream); },
+          pipeline_, [this](std::size_t index, Address from, Stream stream) { take(index, from, stream); },
           [this](std::size_t index) { copy_block(index); });
       if (!links_->any()) links_.reset();
     });
@@ -337,42 +329,28 @@ class RestoreTask {
     if (!links_ || !may_be_linked(block)) return false;
     if (block.packed_bytes != 0 && pipeline_.packing.buffers() == 0) return false;
     while (!links_->ask(index, *block.shared)) {
-      while (!own_.empty() && own_.front()->done()) own_.pop_front();
-      if (own_.size() < kOwnBlocks || !links_->any()) return false;
+      if (own_.size() < kOwnBlocks) return false;
       own_.front()->wait();
+      own_.pop_front();
       links_->pump();
     }
     return true;
   }
-  void end_links() {
-    if (links_) links_->wait();
-    links_.reset();
-    own_.clear();
-  }
   // Queues the rest of the way of a block that a link has brought.
   void take(std::size_t index, Address from, Stream stream) {
-    const ContentBlock& content = blocks_[index];
+    const Block& block = *blocks_[index].block;
     if (zeros_) zeros_->hold(stream);
-    if (content.block->packed_bytes != 0) {
-      unpacking_.start(content, stream, [&](Address buffer) {
-        driver_.copy_on_device(device_, buffer, from, content.block->packed_bytes, stream);
-      });
-    } else {
-      for (const auto& extent : content.block->extents) {
-        driver_.copy_on_device(device_, content.base + extent.offset, from, extent.bytes, stream);
-        from += extent.bytes;
-      }
-      pipeline_.record(stream)->hold(pipeline_.kernels);
-    }
-    seconds_.linked_bytes += static_cast<double>(content.block->kept_bytes());
-    note_copied(index);
+    start_copy(blocks_[index], Direction::on_device, {{from, block.kept_bytes()}}, stream);
+    pipeline_.record(stream)->hold(pipeline_.kernels);
+    seconds_.linked_bytes += static_cast<double>(block.kept_bytes());
+    note_restored(index, ContentBlock::Outcome::copied);
   }
   void restore_from_read(const ContentBlock& content) {
     {
       const Stopwatch watch(seconds_.copy);
       reads_.front().done.get();
       uploads_.splice(uploads_.end(), reads_, reads_.begin());
-      start_copy(content, uploads_.back().bounce->ranges);
+      start_copy(content, Direction::to_device, uploads_.back().bounce->ranges, pipeline_.copies);
       uploads_.back().copied = pipeline_.record(pipeline_.copies);
     }
     wait_for_uploads(kTransfers / 2);
@@ -387,9 +365,10 @@ class RestoreTask {
   }
 
   // Starts to copy a block to the device from `memory`, which must stay until the copies that are queued now are done.
-  void start_copy(const ContentBlock& content, const std::vector<HostRange>& memory) {
-    if (content.block->packed_bytes != 0) return unpacking_.start(content, memory);
-    pipeline_.copy(Pipeline::Direction::to_device, content.base, content.block->extents, memory);
+  void start_copy(const ContentBlock& content, Direction direction, const std::vector<HostRange>& memory,
+                  Stream stream) {
+    if (content.block->packed_bytes != 0) return unpacking_.start(content, direction, memory, stream);
+    pipeline_.copy(direction, content.base, content.block->extents, memory, stream);
   }
 
   // Returns whether a block passes through bounce memory. What another process wrote to the shared store, and is not
@@ -528,7 +507,6 @@ class RestoreTask {
   std::deque<std::size_t> checked_;  // blocks whose digests are under way, or in the window
   PipelineSeconds seconds_;
   Unpacking unpacking_{pipeline_, seconds_};
-  std::size_t linkable_ = 0;              // blocks left that may come over a link
   std::unique_ptr<BorrowedLinks> links_;  // null without
   std::deque<Recorded> own_;              // the blocks under way on the link of this device
   Recorded zeros_;                        // the last zeros under content

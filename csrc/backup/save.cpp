@@ -71,7 +71,7 @@ class FileWrites {
     FileTransfer& transfer = transfers_.emplace_back();  // its memory stays until nothing is under way
     transfer.bounce = take_bounce(sum_of(extents));
     const std::vector<HostRange>& memory = transfer.bounce->ranges;
-    pipeline_.copy(Pipeline::Direction::to_host, base, extents, memory);
+    pipeline_.copy(Pipeline::Direction::to_host, base, extents, memory, pipeline_.copies);
     const auto write = [&files = pipeline_.files, copied = pipeline_.record(pipeline_.copies), range, memory](auto) {
       copied->wait();
       files.write(range, memory);
@@ -274,7 +274,8 @@ class SaveTask {
     add_chunks_below(std::numeric_limits<Address>::max(), batches_.emplace_back());
     while (!batches_.empty()) finish_oldest();
     drop_saved(std::numeric_limits<std::size_t>::max());
-    pipeline_.wait_for_streams();
+    pipeline_.record(pipeline_.copies)->wait();
+    pipeline_.record(pipeline_.kernels)->wait();
     packing_.close();
     if (shared_) pipeline_.store->tidy();
     on_failure.dismiss();
@@ -442,7 +443,7 @@ class SaveTask {
         block.host = pipeline_.pool.take(bytes);
       }
     }
-    pipeline_.copy(Pipeline::Direction::to_host, base, extents, block.host);
+    pipeline_.copy(Pipeline::Direction::to_host, base, extents, block.host, pipeline_.copies);
     if (block.shared) shared_->copied(block, packed_bytes);
   }
 

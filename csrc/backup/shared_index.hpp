@@ -27,7 +27,6 @@ inline constexpr std::size_t kSlabs = 8192;       // 1 TiB
 inline constexpr std::size_t kEntries = 1 << 15;  // 1 TiB of whole blocks
 inline constexpr std::size_t kTexts = 256;        // texts lie among the first ones or just behind: to list them is fast
 inline constexpr std::size_t kMembers = 64;
-inline constexpr std::size_t kDeviceWords = 8;
 inline constexpr std::size_t kPieces = 8;  // of one block at most: a block also fits where free memory is scattered
 
 // The beginning of a store's memory file: which content it holds, where, and for which processes. Behind it lie the
@@ -38,10 +37,10 @@ struct SharedLayout {
     enum Kind : std::uint32_t { none, engine, keeper };
     pthread_mutex_t alive;              // the liveness mutex: held by a thread of the process as long as it is a member
     std::atomic<std::uint32_t> joined;  // a Kind
-    std::atomic<std::uint32_t> process;               // its id
-    std::atomic<std::uint32_t> devices;               // how many it uses
-    std::atomic<std::uint64_t> device[kDeviceWords];  // the text of the first one's UUID, or as much as has room
-    std::atomic<std::uint32_t> idle;                  // it uses no memory of its devices
+    std::atomic<std::uint32_t> process;  // its id
+    std::atomic<std::uint32_t> devices;  // how many it uses
+    char device[64];                     // the UUID of the first one, or its beginning
+    std::atomic<std::uint32_t> idle;     // it uses no memory of its devices
   };
   struct Slab {
     enum State : std::uint32_t { absent, making, present, freeing };
@@ -414,9 +413,7 @@ class SharedIndex {
   // Say that this member uses one more device, and whether it uses no memory of its devices now.
   void add_device(const std::string& uuid) {
     auto& own = layout_.members[member_];
-    std::uint64_t words[kDeviceWords] = {};
-    std::memcpy(words, uuid.data(), std::min(uuid.size(), sizeof words));
-    if (own.devices == 0) std::copy(std::begin(words), std::end(words), own.device);
+    if (own.devices == 0) std::snprintf(own.device, sizeof own.device, "%s", uuid.c_str());
     ++own.devices;
   }
   void set_idle(bool idle) { layout_.members[member_].idle = idle ? 1 : 0; }
@@ -472,9 +469,7 @@ class SharedIndex {
   [[nodiscard]] std::string device_of(std::uint32_t number) const {
     const auto& member = layout_.members[number];
     if (member.joined == 0 || member.devices != 1) return {};
-    std::uint64_t words[kDeviceWords + 1] = {};
-    std::copy(std::begin(member.device), std::end(member.device), words);
-    return reinterpret_cast<const char*>(words);
+    return {member.device, strnlen(member.device, sizeof member.device)};
   }
   // Returns the first place of an entry.
   [[nodiscard]] static std::size_t home(const Digest& digest, std::size_t content_bytes) {

@@ -273,7 +273,7 @@ class SharedStore {
   // Unmaps what only pin_used() needs. Until it is called again, nothing is unmapped in the background.
   void unmap_lent() EXCLUDES(lending, mutex_) {
     lending.lock();
-    unmap_if([](const Mapped& slab) { return slab.lent && !slab.needed; });
+    unmap_unneeded([](bool lent, bool) { return lent; });
     const Lock lock(mutex_);
     lent_.clear();
   }
@@ -291,8 +291,7 @@ class SharedStore {
       ranges.push_back({slab->second.address() + piece.first * kGrain, length});
       bytes -= length;
     }
-    if (bytes > 0) return {};
-    return ranges;
+    return bytes == 0 ? ranges : std::vector<HostRange>();
   }
   // Makes and pins memory in the background for `bytes` beyond what this process uses, as far as others leave some.
   void prepare_beyond(std::size_t bytes) {
@@ -311,7 +310,7 @@ class SharedStore {
   void trim() EXCLUDES(lending) {
     apply_pending();
     lending.lock();
-    unmap_if([](const Mapped& slab) { return !slab.needed && (!slab.lent || slab.empty); });
+    unmap_unneeded([](bool lent, bool empty) { return !lent || empty; });
     free_unused([] {});
   }
 
@@ -505,7 +504,7 @@ class SharedStore {
       if (ending_) break;
       apply_pending();
       // Copies may be under way for long, and new processes wait for this thread.
-      if (lends() && lending.try_lock()) unmap_if([](const Mapped& slab) { return slab.lent && slab.empty; });
+      if (lends() && lending.try_lock()) unmap_unneeded([](bool lent, bool empty) { return lent && empty; });
       free_unused([this] { sockets_.serve(file_, std::chrono::milliseconds(0)); });
     }
     // If a stopped process has the index, other members do this later, as for a dead member.
@@ -616,14 +615,9 @@ class SharedStore {
     }
     return taken;
   }
-  // A complete slab that this process has mapped.
-  struct Mapped {
-    bool needed;  // by entries of this process
-    bool lent;    // pin_used() has mapped it
-    bool empty;   // it holds nothing
-  };
-  // Unmaps the slabs for which `wanted` returns true. Unlocks `lending`.
-  void unmap_if(const std::function<bool(const Mapped&)>& wanted) RELEASE(lending)
+  // Unmaps the slabs that no entry of this process needs and for which `wanted(lent, empty)` returns true: pin_used()
+  // has mapped it; it holds nothing. Unlocks `lending`.
+  void unmap_unneeded(const std::function<bool(bool, bool)>& wanted) RELEASE(lending)
       EXCLUDES(map_mutex_, pin_mutex_, mutex_) {
     Slabs slabs;
     {
@@ -644,7 +638,7 @@ class SharedStore {
         for (const auto& piece : index_->pieces_of(entry)) needed.insert(piece.slab);
       }
       slabs = take_out(index_->unmap_if([&](std::uint32_t slab, bool empty) {
-        return wanted({needed.count(slab) != 0, lent.count(slab) != 0, empty});
+        return needed.count(slab) == 0 && wanted(lent.count(slab) != 0, empty);
       }));
     }
     unmap(std::move(slabs));

@@ -42,6 +42,13 @@ class RecordedEvent {
 };
 using Recorded = std::shared_ptr<const RecordedEvent>;
 
+// Waits until a stream has nothing to do. What fails is logged: a device that cannot be synchronized, either, has lost
+// its context and runs nothing.
+inline void settle(Driver& driver, int device, Stream stream) {
+  if (attempt("while waiting for copies to end", [&] { RecordedEvent(driver, device, stream).wait(); })) return;
+  attempt("while waiting for the device", [&] { driver.synchronize(device); });
+}
+
 // Owns a stream of a device.
 class OwnStream {
  public:

@@ -23,7 +23,6 @@ struct RunningProcess {
 };
 constexpr unsigned kProcesses = 256;
 constexpr int kNvLink = 2;  // NVML_P2P_CAPS_INDEX_NVLINK
-constexpr int kOk = 0;      // NVML_P2P_STATUS_OK
 
 int (*handle_by_uuid)(const char*, void**) = nullptr;
 int (*memory_info)(void*, Memory*) = nullptr;
@@ -70,9 +69,9 @@ std::optional<DeviceMemory> memory_of(const std::string& uuid, const std::vector
 
 bool nvlink_connects(const std::string& one, const std::string& other) {
   void* devices[2] = {};
-  int status = -1;
+  int status = -1;  // 0: NVML_P2P_STATUS_OK
   return load() && handle_by_uuid(one.c_str(), &devices[0]) == 0 && handle_by_uuid(other.c_str(), &devices[1]) == 0 &&
-         p2p_status(devices[0], devices[1], kNvLink, &status) == 0 && status == kOk;
+         p2p_status(devices[0], devices[1], kNvLink, &status) == 0 && status == 0;
 }
 
 }  // namespace memsaver::nvml

@@ -82,7 +82,7 @@ std::vector<Chunk> Saver::acquire(Arena& arena, const std::vector<RangeSet::Rang
 }
 
 bool Saver::idle() const {
-  if (allocating_ != 0 || !physical_.reserved_by_device().empty()) return false;
+  if (closed_ || allocating_ != 0 || !physical_.reserved_by_device().empty()) return false;
   const Lock lock(map_.mutex);
   const auto arenas = map_.select({});
   return std::all_of(arenas.begin(), arenas.end(), [](const Arena* arena) { return arena->chunks().empty(); });

@@ -131,7 +131,7 @@ class Saver {
   // Acquires chunks for `ranges` of an allocation, which follow one another. Throws driver errors: they are free again.
   [[nodiscard]] std::vector<Chunk> acquire(Arena& arena, const std::vector<RangeSet::Range>& ranges)
       EXCLUDES(map_.mutex);
-  // Returns whether no memory under any tag is resident, reserved or being allocated.
+  // Returns whether no memory under any tag is resident, reserved or being allocated; false after close().
   [[nodiscard]] bool idle() const EXCLUDES(map_.mutex);
   // Returns the block as the shared store has it. Throws as adopt().
   [[nodiscard]] Block adopted(const SavedBlock& saved);
