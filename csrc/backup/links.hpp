@@ -5,8 +5,8 @@
 namespace memsaver {
 
 // A process on whose device nothing is in use lends the device's link to another member of its store, for the time of
-// one restore: it copies content of the store to a buffer on its device, from which the borrower takes it (over NVLink,
-// between GPUs that have it). So content comes over several links at once.
+// one restore: it copies content of the store to a buffer on its device, from which the borrower takes it over a direct
+// link of the two devices (NVLink). So content comes over several links at once.
 //
 // On a connection of the two, the lender sends the descriptor of its buffer, then an answer to each request, in order.
 // A request is the number of an entry that the borrower holds; the answer is 1 once it is in the buffer, or 0 if the

@@ -10,6 +10,16 @@ from memsaver_core.communicators import nccl
 from tests.programs import Child
 
 two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def nvlink_connects_two() -> bool:
+    """Whether NVLink connects the first two GPUs, as NVML counts them."""
+    pynvml.nvmlInit()
+    one, other = map(pynvml.nvmlDeviceGetHandleByIndex, (0, 1))
+    status = pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    return bool(status == pynvml.NVML_P2P_STATUS_OK)
+
+
 #: torch 2.11 brings NCCL 2.28.9, with which ranks cannot be hibernated.
 with_new_nccl = pytest.mark.skipif(
     (library := nccl.loaded()) is not None and library.version < nccl.SUSPENDS, reason="needs NCCL 2.29.7 or later"

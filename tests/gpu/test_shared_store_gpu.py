@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.children import ON_CUDA, two_devices
+from tests.gpu.children import ON_CUDA, nvlink_connects_two, two_devices
 from tests.programs import Child
 from tests.waiting import wait_until
 
@@ -49,6 +49,9 @@ for order in sys.stdin:
         case "release":
             (tag,) = (tag for tag in ms.release().tags if tag.tag == "weights")
             answer = {"copied": tag.backed_up_bytes, "shared": tag.shared_bytes, "unchanged": tag.unchanged_bytes}
+        case "hibernate":
+            ms.release(hibernate=True)
+            answer = ms.status().hibernated
         case "resume":
             ms.resume()
             answer = checksums() == written
@@ -87,10 +90,17 @@ def both(replicas: list[Replica], order: str) -> list[Any]:
     return [replica.answer() for replica in replicas]
 
 
-def started(size: int, pack: str = "auto") -> Iterator[list[Replica]]:
+def started(size: int, pack: str = "auto", *, apart: bool = False) -> Iterator[list[Replica]]:
+    """Two replicas; with ``apart`` each sees its own GPU alone."""
     name = f"test-{uuid.uuid4().hex[:12]}"
     settings = {**ON_CUDA, "MEMSAVER_SHARED_BACKUPS": name, "MEMSAVER_PACK": pack, "MEMSAVER_VERIFY": "full"}
-    with Replica(0, size, **settings) as one, Replica(1, size, **settings) as other:
+
+    def on(gpu: int) -> Replica:
+        if apart:
+            return Replica(0, size, **settings, CUDA_VISIBLE_DEVICES=str(gpu))
+        return Replica(gpu, size, **settings)
+
+    with on(0) as one, on(1) as other:
         assert one.answer() == other.answer()  # the content is the same
         yield [one, other]
 
@@ -125,20 +135,52 @@ def test_two_gpus_keep_one_copy(replicas: list[Replica], request: pytest.Fixture
     assert both(replicas, "resume") == [True, True]
 
 
-def test_a_process_whose_device_is_idle_lends_its_link(replicas: list[Replica]) -> None:
-    one, _ = replicas
-    both(replicas, "release")
+@pytest.fixture(params=[("auto", False), ("off", False), ("auto", True)], ids=["packed", "raw", "apart"])
+def linked(request: pytest.FixtureRequest) -> Iterator[list[Replica]]:
+    if not nvlink_connects_two():
+        pytest.skip("needs NVLink")
+    pack, apart = request.param
+    yield from started(GIB, pack, apart=apart)
 
-    def comes_over_both() -> bool:
-        is_right, share = one.tell("resume alone")
-        assert is_right
-        one.tell("release")
-        return bool(share > 0.25)
 
-    wait_until(comes_over_both, 60)  # the other first pins what it has not written itself
-    assert both(replicas, "resume") == [True, True]
+def comes_over_both(replica: Replica) -> bool:
+    """Whether content comes over the other's link, too, as it does once the other has pinned it."""
+    is_right, share = replica.tell("resume alone")
+    assert is_right
+    replica.tell("release")
+    return bool(share > 0.25)
+
+
+def test_a_process_whose_device_is_idle_lends_its_link(linked: list[Replica]) -> None:
+    one, _ = linked
+    both(linked, "release")
+    wait_until(lambda: comes_over_both(one), 60)
+    assert both(linked, "resume") == [True, True]
     one.tell("release")
     assert one.tell("resume alone") == [True, 0]  # the other uses its device
+
+
+def test_both_sides_of_a_link_can_be_hibernated(linked: list[Replica]) -> None:
+    """Nothing of the link is left: a process that is checkpointed with imported memory would be lost."""
+    one, other = linked
+    both(linked, "release")
+    wait_until(lambda: comes_over_both(one), 60)
+    assert other.tell("hibernate")
+    assert one.tell("resume alone") == [True, 0]
+    assert one.tell("hibernate")
+    assert both(linked, "resume") == [True, True]
+    both(linked, "release")
+    wait_until(lambda: comes_over_both(other), 60)
+
+
+def test_without_nvlink_no_link_is_lent(replicas: list[Replica]) -> None:
+    if nvlink_connects_two():
+        pytest.skip("needs GPUs without NVLink")
+    one, _ = replicas
+    both(replicas, "release")
+    for _ in range(5):
+        assert one.tell("resume alone") == [True, 0]
+        one.tell("release")
 
 
 @pytest.mark.guards("the process that had written a shared backup died")
