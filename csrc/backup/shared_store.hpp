@@ -68,8 +68,6 @@ class SharedStore {
     }
     ending_ = true;
     background_.join();
-    still_pinned_.clear();
-    slabs_.clear();
     sockets_.stop();
     if (member_thread_.joinable()) member_thread_.join();
     if (layout_ != nullptr) munmap(layout_, sizeof(SharedLayout));
@@ -499,14 +497,16 @@ class SharedStore {
   }
   // What the thread that joined does until the destructor ends it.
   void run_member() {
-    while (!ending_) {
-      sockets_.serve(file_, kUpkeep);
-      if (ending_) break;
+    while (sockets_.serve(file_, kUpkeep)) {
       apply_pending();
       // Copies may be under way for long, and new processes wait for this thread.
       if (lends() && lending.try_lock()) unmap_unneeded([](bool lent, bool empty) { return lent && empty; });
       free_unused([this] { sockets_.serve(file_, std::chrono::milliseconds(0)); });
     }
+    Lock own(mutex_);
+    still_pinned_.clear();
+    slabs_.clear();
+    own.unlock();
     // If a stopped process has the index, other members do this later, as for a dead member.
     if (!lock_index()) return;
     Lock index(index_->mutex, std::adopt_lock);

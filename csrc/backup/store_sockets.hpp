@@ -63,23 +63,24 @@ class StoreSockets {
     }
     return false;
   }
-  // Sends `file` to the processes that connect, at least to those that wait now, until stop() or for `at_most`.
-  void serve(int file, std::chrono::milliseconds at_most) {
+  // Sends `file` to the processes that connect, at least to those that wait now, until stop() or for `at_most`. Returns
+  // false after stop().
+  bool serve(int file, std::chrono::milliseconds at_most) {
     const auto until = Clock::now() + at_most;
     for (;;) {
       pollfd waiting{listener_, POLLIN, 0};
       const int ready = poll(&waiting, 1, static_cast<int>(left_until(until).count()));
       if (ready < 0 && errno == EINTR) continue;
-      if (ready <= 0) return;
+      if (ready <= 0) return true;
       const int client = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
       if (client >= 0) {
         if (is_of_this_user(client)) send_descriptor(client, file);
         close(client);
       } else if (errno == EINVAL) {
-        return;  // stopped
+        return false;
       } else if (errno != EINTR && errno != ECONNABORTED) {
         std::this_thread::sleep_for(kPause);  // no descriptor is free: the client waits
-        if (Clock::now() >= until) return;
+        if (Clock::now() >= until) return true;
       }
     }
   }
