@@ -94,6 +94,11 @@ def release_with(request: MemoryRequest, *, log: PhaseLog | None = None) -> Oper
     if request.hibernate and (reasons := hibernation.obstacles()):
         raise UnsupportedError("this process cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
     check_backups((tag for tag in status().tags if not names or tag.tag in names), overrides)
+    if request.communicators == "suspend" and communicators.found():
+        raise UnsupportedError(
+            "NCCL suspends a communicator on all of its ranks together: call memsaver_core.communicators.suspend() in "
+            "the process of each; nothing was released"
+        )
     if request.hibernate:
         hibernation.prepare()
     with log.phase(Phase.SYNCHRONIZE):

@@ -344,7 +344,7 @@ class RankMemory(Group):
                 obstacles = "; ".join(dict.fromkeys([*found, *reasons]))
                 raise errors.UnsupportedError(f"the engine cannot be hibernated: {obstacles}; nothing was released")
         keeps = (request.communicators or process.core_settings().communicators) == "keep"
-        by_name = request.hibernate or COMMUNICATORS in request.tags
+        by_name = request.hibernate or request.communicators == "suspend" or COMMUNICATORS in request.tags
         return names if by_name or not (request.tags or keeps) else ()
 
     def _of_ranks(self, said: Mapping[int, Sequence[str]]) -> list[str]:
@@ -393,7 +393,8 @@ _Step = Literal["lock", "checkpoint", "restore", "unlock"]
 def _awake(request: MemoryRequest, tags: tuple[str, ...], trim: bool = False) -> MemoryRequest:
     """Return ``request`` for a step that releases ``tags`` and no more."""
     restore = {tag: policy for tag, policy in request.restore.items() if tag in tags}
-    return MemoryRequest(tags=tags, restore=restore, trim=trim)
+    step = {"tags": tags, "restore": restore, "trim": trim, "hibernate": False, "communicators": None}
+    return request.model_copy(update=step)
 
 
 def _changed(before: Sequence[Status | None], after: Sequence[Status | None]) -> tuple[str, ...]:

@@ -468,7 +468,7 @@ class SglangEngine(LimitedPages, base.LoopEngine):
             name = "read"
         asked = self.submit(partial(self.scheduler.pages, name))
         if not self.is_done(asked, base.COMMAND_S):
-            raise base.LateError(f"SGLang's scheduler did not come to its next iteration in {base.COMMAND_S:g} s")
+            raise base.LateError(f"SGLang's scheduler did not reach its next iteration in {base.COMMAND_S:g} s")
         return {"result": asked.result()}
 
     def back_pages(self, pages: int, before: int) -> None:
