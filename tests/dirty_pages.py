@@ -1,4 +1,4 @@
-"""Fresh pages of a host device that hold garbage, as those of a GPU hold what an earlier process left."""
+"""New pages of a host device that hold garbage, as those of a GPU whose driver does not clear freed memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <list>
 
 #include "backup/block.hpp"
@@ -118,8 +119,13 @@ class Pipeline : public PipelineParts {
   // What follows is for save(), expect() and restore() alone.
 
   const OwnStream copies{driver, device};   // runs on the copy engine
-  const OwnStream kernels{driver, device};  // digests, packing and zero fills
+  const OwnStream kernels{driver, device};  // digests, packing, zero fills and samples of zeros
   Packing packing;
+  // Words of new device memory, made when first needed, and whether all that were seen so far were zero.
+  static constexpr std::size_t kSamples = 4096;
+  using Samples = Registered<std::array<std::uint64_t, kSamples>>;
+  std::unique_ptr<Samples> samples;
+  bool new_memory_is_zero = true;
 
   // Returns null if the device cannot digest. Throws as DigestQueue().
   [[nodiscard]] DigestQueue* digests() {

@@ -93,6 +93,47 @@ class Unpacking {
   std::vector<unsigned char> unpacked_;
 };
 
+// Looks at a few places of new device memory, which should hold zeros: NVIDIA's driver clears memory when it is freed,
+// from Turing on, unless its configuration forbids that (bScrubOnFreeEnabled in open-gpu-kernel-modules). A driver that
+// does not clear leaves whole pages as they were, so that some of these places show it.
+class NewMemory {
+ public:
+  explicit NewMemory(Pipeline& pipeline) : pipeline_(pipeline) {}
+
+  // Queues the look at a chunk that nothing has written to. Returns false if it must be filled with zeros instead: this
+  // driver has given memory that was not zero, or there is no room for more samples. Throws driver errors.
+  bool sample(const ChunkRange& chunk) {
+    if (!pipeline_.new_memory_is_zero || count_ + kPlaces > Pipeline::kSamples) return false;
+    if (pipeline_.samples == nullptr) pipeline_.samples = std::make_unique<Pipeline::Samples>(pipeline_.driver);
+    for (std::size_t i = 0; i < kPlaces; ++i, ++count_) {
+      const std::size_t part = chunk.bytes / kPlaces;
+      pipeline_.driver.copy_to_host(pipeline_.device, &(**pipeline_.samples)[count_],
+                                    chunk.address + i * part + count_ * kStep % part, sizeof(std::uint64_t),
+                                    pipeline_.kernels);
+    }
+    chunks_.push_back(&chunk);
+    return true;
+  }
+  // Returns the chunks to be filled with zeros after all: those sampled, if one of them is not zero. Only once the
+  // copies are done.
+  std::vector<const ChunkRange*> not_zero() {
+    if (count_ == 0) return {};
+    const auto words = (*pipeline_.samples)->begin();
+    if (std::all_of(words, words + count_, [](auto word) { return word == 0; })) return {};
+    warn("new device memory is not zero; it is filled with zeros from now on");
+    pipeline_.new_memory_is_zero = false;
+    return std::exchange(chunks_, {});
+  }
+
+ private:
+  static constexpr std::size_t kPlaces = 2;     // of each chunk
+  static constexpr std::size_t kStep = 65'544;  // bytes; so that places differ from chunk to chunk
+
+  Pipeline& pipeline_;
+  std::size_t count_ = 0;
+  std::vector<const ChunkRange*> chunks_;
+};
+
 // One Pipeline::restore(): acquires chunk after chunk, and copies and verifies blocks once they are mapped.
 class RestoreTask {
  public:
@@ -155,6 +196,7 @@ class RestoreTask {
       if (packing.buffers() == Packing::kBuffers) return;
       if (chunks_[i].bytes < Packing::kBufferBytes) continue;
       acquire(i);
+      lent_.insert(i);
       packing.borrow(chunks_[i].address, chunks_[i].bytes);
     }
     if (packing.buffers() > 0) return;
@@ -181,17 +223,20 @@ class RestoreTask {
     restored_.insert(index);
     const ChunkRange& chunk = chunks_[index];
     acquire(index);
-    if (chunk.zero) fill_zero(chunk);
+    if (chunk.zero) clear(index);
     while (next_block_ < blocks_.size() && chunk.contains(blocks_[next_block_])) {
       restore_next_block();
       restore_ahead();
     }
   }
 
-  void fill_zero(const ChunkRange& chunk) {
-    // Content within the range (saved by an earlier release) must be written after the zeros: on the same stream.
+  // Makes a chunk zero: new memory is, and is only looked at.
+  void clear(std::size_t index) {
+    const ChunkRange& chunk = chunks_[index];
     const bool under_content = next_block_ < blocks_.size() && chunk.contains(blocks_[next_block_]);
     try {
+      if (!under_content && lent_.count(index) == 0 && new_memory_.sample(chunk)) return;
+      // Content within the range (saved by an earlier release) must be written after the zeros: on the same stream.
       driver_.fill_zero(device_, chunk.address, chunk.bytes, under_content ? pipeline_.copies : pipeline_.kernels);
     } catch (Error& error) {
       throw error.with_tag(chunk.tag).with_address(chunk.address).with_bytes(chunk.bytes);
@@ -364,6 +409,12 @@ class RestoreTask {
     pipeline_.record(pipeline_.copies)->wait();
     const bool any_zero = std::any_of(chunks_.begin(), chunks_.end(), [](const auto& chunk) { return chunk.zero; });
     if (any_zero || digests_ != nullptr) pipeline_.record(pipeline_.kernels)->wait();
+    if (const auto dirty = new_memory_.not_zero(); !dirty.empty()) {
+      for (const auto* const chunk : dirty) {
+        driver_.fill_zero(device_, chunk->address, chunk->bytes, pipeline_.kernels);
+      }
+      pipeline_.record(pipeline_.kernels)->wait();
+    }
     for (auto& content : blocks_) content.block->damaged = false;
   }
 
@@ -376,6 +427,7 @@ class RestoreTask {
   const std::function<void(std::size_t)>& acquire_;
   const VerifyChoice verify_;
   std::set<std::size_t> acquired_;  // chunks
+  std::set<std::size_t> lent_;      // chunks that packed content passed through
   std::set<std::size_t> restored_;  // chunks that are restored, or being restored
   std::deque<std::size_t> ahead_;   // chunks without content, if there is packed content
   std::size_t ahead_every_ = 1;     // blocks
@@ -390,6 +442,7 @@ class RestoreTask {
   std::deque<std::size_t> checked_;  // blocks whose digests are under way, or in the window
   PipelineSeconds seconds_;
   Unpacking unpacking_{pipeline_, seconds_};
+  NewMemory new_memory_{pipeline_};
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -153,6 +154,30 @@ void stacks_are_given_back(Driver& driver) {
   driver.set_stack_limit(0, limit);
   CHECK(driver.stack_limit(0) == limit);
   CHECK(used(driver) <= before + kMiB * 4);
+}
+
+// NVIDIA's driver clears memory that is freed, which its documentation does not promise: a restore relies on it.
+void new_memory_is_zero(Driver& driver) {
+  const std::size_t bytes = 64 * kMiB;
+  const Address address = driver.reserve(0, bytes);
+  const Stream stream = driver.create_stream(0);
+  HostMemory host(driver, bytes);
+  for (int round = 0; round < 4; ++round) {
+    const Handle handle = driver.create(0, bytes);
+    driver.map(0, address, bytes, handle);
+    driver.allow_access(0, address, bytes, {});
+    driver.copy_to_host(0, host.data, address, bytes, stream);
+    wait_for(driver, stream);
+    CHECK(std::all_of(host.data, host.data + bytes, [](unsigned char byte) { return byte == 0; }));
+    std::memset(host.data, 0x5a, bytes);
+    driver.copy_to_device(0, address, host.data, bytes, stream);
+    wait_for(driver, stream);
+    driver.synchronize(0);
+    driver.unmap(0, address, bytes);
+    driver.release(0, handle, bytes);
+  }
+  driver.destroy_stream(0, stream);
+  driver.unreserve(0, address, bytes);
 }
 
 void streams_are_ordered_by_events(Driver& driver) {
@@ -326,6 +351,7 @@ int main(int count, char** arguments) {
   memory_is_shared(*driver);
   too_much_is_out_of_memory(*driver);
   stacks_are_given_back(*driver);
+  new_memory_is_zero(*driver);
   streams_are_ordered_by_events(*driver);
   digests_equal_the_reference(*driver);
   packing_equals_the_reference(*driver);

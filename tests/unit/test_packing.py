@@ -227,7 +227,7 @@ def test_what_cannot_be_pinned_is_resumed_all_the_same(tmp_path: Path) -> None:
 
 
 def test_other_memory_comes_back_while_packed_content_is_on_its_way(tmp_path: Path) -> None:
-    """Not after it, when nothing is left that hides the driver's calls and the zeros."""
+    """Not after it, when nothing is left that hides the driver's calls."""
     saver = make(tmp_path)
     size = CONTENT + 32 * MIB  # the rest comes back after the first of three blocks
     view(saver.allocate(0, "t", "host", size), size)[:] = weights(size, 11)
@@ -248,7 +248,7 @@ def test_other_memory_comes_back_while_packed_content_is_on_its_way(tmp_path: Pa
 
     whole = resumed()
     begun = resumed(whole["unpack"])
-    assert (begun["map"], begun["fill_zero"]) == (whole["map"], whole["fill_zero"])
+    assert (begun["map"], begun["copy_to_host"]) == (whole["map"], whole["copy_to_host"])  # of samples
 
 
 def test_a_check_expects_packed_backups() -> None:

@@ -303,6 +303,26 @@ def test_backup_larger_than_the_bound_is_refused_first() -> None:
 
 
 @pytest.mark.guards("undefined KV cache pages produced NaN")
+def test_new_memory_is_filled_only_if_the_driver_does_not_clear_it() -> None:
+    saver = make()
+    address = saver.allocate(0, "t", "zero", 70 * MIB)
+
+    def fills() -> int:
+        """Return the calls that fill memory in a release and a resume."""
+        view(address, 70 * MIB)[:] = 1
+        before = saver.counts().get("fill_zero", 0)  # type: ignore[attr-defined]
+        release(saver)
+        resume(saver)
+        assert not view(address, 70 * MIB).any()
+        return int(saver.counts().get("fill_zero", 0) - before)  # type: ignore[attr-defined]
+
+    assert fills() == 0
+    with dirty_pages(address, 70 * MIB):
+        assert fills() > 0
+    assert fills() > 0  # such a driver is not trusted again
+
+
+@pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_policy_override_holds_for_one_release() -> None:
     """An override to zeros gives zeros on pages that hold garbage."""
     saver = make()
