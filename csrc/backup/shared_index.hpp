@@ -61,7 +61,7 @@ struct SharedLayout {
     std::atomic<std::uint64_t> holders;  // members; while writing the writer alone
     std::uint64_t lane0, lane1;          // the digest of the content
     std::uint64_t content_bytes;
-    std::uint64_t bytes;                // as stored
+    std::atomic<std::uint64_t> bytes;   // as stored
     std::uint64_t packed_bytes;         // of what is stored, if it is packed
     std::int64_t at;                    // ms: when its writer was found dead; of a text, when it was last used
     std::atomic<std::uint32_t> pieces;  // how many of `piece` hold it, in order

@@ -172,8 +172,8 @@ class Saver::Operation {
 
   // Throws out_of_device_memory if a device has too little free memory for the chunks to be mapped, or driver errors.
   // `to` is the verb of its message, `after` the state that it leaves.
-  void check_room(const char* to, const char* after) {
-    for (const auto& [index, device] : devices_) saver_.stacks_.raise(index);
+  void check_room(const char* to, const std::string& after) {
+    for (const auto& [index, device] : devices_) saver_.stacks_.raise(index, after);
     std::map<int, std::size_t> reserved;
     if (kind_ == Progress::Operation::resume) reserved = saver_.physical_.reserved_by_device();
     for (const auto& [index, device] : devices_) {
@@ -184,7 +184,7 @@ class Saver::Operation {
       throw Error(ErrorKind::out_of_device_memory, std::string("the device has too little free memory to ") + to)
           .with_device(index)
           .with_memory(needed, memory.free_bytes)
-          .with_advice(std::string(after) + "; let other processes free memory and repeat");
+          .with_advice(after + "; let other processes free memory and repeat");
     }
   }
 
