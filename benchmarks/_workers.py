@@ -1,4 +1,4 @@
-"""One worker for each library that `occupation.py` compares, each in a process of its own; it prints one JSON line.
+"""One worker for each library that `occupation.py` compares, each in a separate process; it prints one JSON line.
 
 The buffers are the same for all: `count` tensors of `bytes / count`, random content, one tag.
 """

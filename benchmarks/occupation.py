@@ -1,6 +1,6 @@
 """Release and resume, timed: memsaver, its peers where they are installed, and what driver and link allow.
 
-One run measures all of them in turn on the same buffers, each in a process of its own: medians of several repetitions
+One run measures all of them in turn on the same buffers, each in a separate process: medians of several repetitions
 with the spread, as JSON, as a table and as a plot. The drop-in is memsaver in torch_memory_saver's place.
 
     python benchmarks/occupation.py                     # 40 GiB discarded, 32 GiB kept

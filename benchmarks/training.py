@@ -1,6 +1,6 @@
 """A trainer with Adam and an engine on one GPU that give the device to each other: ways to do it, side by side.
 
-Trainer and engine are processes of their own. The trainer has one rank, a model of 3B shape and Adam, and computes in
+Trainer and engine are separate processes. The trainer has one rank, a model of 3B shape and Adam, and computes in
 bfloat16: FSDP2 (`fully_shard`) with fp32 parameters, or Megatron-core with its distributed optimizer. The engine is a
 process with weights of 16 bits and a cache, by memsaver in every mode. A step: the engine releases, the trainer
 resumes, trains and releases, the engine resumes. There is room for the engine's weights beside the trainer, so they
@@ -354,8 +354,8 @@ def measure(mode: str, losses: list[float], options: argparse.Namespace) -> dict
 def to_markdown(record: dict[str, Any]) -> str:
     modes, (name, own) = record["modes"], FRAMEWORKS[record["framework"]]
 
-    def cells(tell: Callable[[dict[str, Any]], str]) -> str:
-        return " | ".join(f"FAILED: {each['failed']}" if "failed" in each else tell(each) for each in modes.values())
+    def cells(shown: Callable[[dict[str, Any]], str]) -> str:
+        return " | ".join(f"FAILED: {each['failed']}" if "failed" in each else shown(each) for each in modes.values())
 
     def median(*parts: str) -> str:
         return cells(lambda each: f"{statistics.median(sum(row[part] for part in parts) for row in each['steps']):.3f}")

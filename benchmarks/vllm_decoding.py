@@ -43,7 +43,7 @@ def serve_turns(options: argparse.Namespace) -> None:
 
 
 class Child:
-    """An engine in a process of its own."""
+    """An engine in a separate process."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process

@@ -185,7 +185,7 @@ def environment_of(mode: str) -> dict[str, str]:
 
 
 def run(mode: str, model: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Measure one mode in a process of its own; return None if it came to nothing."""
+    """Measure one mode in a separate process; return None if it came to nothing."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "result.json"
         arguments = ["--child", mode, "--model", model, "--answer", str(answer)]
@@ -206,15 +206,15 @@ def run(mode: str, model: str, options: argparse.Namespace) -> dict[str, Any] | 
 def to_markdown(result: dict[str, Any]) -> str:
     engines = result["engines"]
 
-    def cells(state: str, tell: Callable[[list[dict[str, Any]]], str]) -> list[str]:
-        return [tell(rows) if (rows := engine[state]) else "-" for engine in engines.values()]
+    def cells(state: str, shown: Callable[[list[dict[str, Any]]], str]) -> list[str]:
+        return [shown(rows) if (rows := engine[state]) else "-" for engine in engines.values()]
 
     def seconds(key: str, skip: int = 0) -> Callable[[list[dict[str, Any]]], str]:
-        def tell(rows: list[dict[str, Any]]) -> str:
+        def shown(rows: list[dict[str, Any]]) -> str:
             values = [row[key] for row in rows[skip:] or rows]
             return f"{statistics.median(values):.2f} (at most {max(values):.2f})"
 
-        return tell
+        return shown
 
     def left(rows: list[dict[str, Any]]) -> str:
         return ", ".join(f"{max(sizes):,.0f}" for sizes in zip(*(row["left_mib"] for row in rows), strict=True))

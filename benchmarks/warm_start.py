@@ -2,7 +2,7 @@
 the same weights from safetensors on the disk and in the page cache, and one copy of as many bytes in host memory by all
 cores: content of a store reaches the device through pinned memory, so no warm start is faster.
 
-Each start is a process of its own; the time is of the load alone, with the model made and the context open. A keeper
+Each start is a separate process; the time is of the load alone, with the model made and the context open. A keeper
 holds the weights between the starts. The content is compared after each.
 ``--engine``: instead, seconds from the start of a server's process to its first token, by load format: ``dummy`` loads
 nothing, ``auto`` loads safetensors from the page cache, ``memsaver`` takes the weights from the store; and of it, what
