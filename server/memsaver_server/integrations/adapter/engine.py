@@ -640,8 +640,9 @@ class LoopEngine(LeadingLoop, Engine):
         Nothing marks the last request of an update, so each counts as a whole one. Clients resume the KV cache only
         after the last."""
         answered: Future[Any] = Future()
+        version = self.version_after(request)
         try:
-            with suppress(_NotWrittenError), self._lifecycle.writing(asleep=self.can_write_asleep(request)):
+            with suppress(_NotWrittenError), self._lifecycle.writing(version, asleep=self.can_write_asleep(request)):
                 self._write(request, answered)
                 self.is_done(answered)
                 if not answered.result().success:
@@ -651,6 +652,11 @@ class LoopEngine(LeadingLoop, Engine):
                 raise
             answered.result().success, answered.result().message = False, str(error)
         self._reply(request, answered.result())
+
+    def version_after(self, request: Any) -> str | None:
+        """Return what the weights hold once an update, ``request``, has succeeded; None if nothing names that."""
+        named = getattr(request, "weight_version", None)
+        return None if named is None else str(named)
 
     def can_write_asleep(self, request: Any) -> bool:
         """Return whether the engine can carry out an update, ``request``, while the weights are released."""
