@@ -93,6 +93,7 @@ class TagStatus(TagOccupation):
     mapped_by_device: Mapping[int, int] = {}  # mapped bytes, retained too, by device index
     bytes_by_device: Mapping[int, int] = {}  # live bytes, mapped or not, by device index
     shrunk_by_device: Mapping[int, int] = {}  # live bytes that a resize gave back, by device index
+    integrated_bytes: int = 0  # mapped bytes on devices that have no memory but the host's
     expected_bytes: int = 0  # host memory that a backup of what is resident is expected to take besides; 0 while busy
     expected_file_bytes: int = 0  # likewise, of space in files if its policy is ``file``
 

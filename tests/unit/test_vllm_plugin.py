@@ -126,6 +126,7 @@ class Model:
         from memsaver_core.compat.vllm import cache_memory
 
         process.saver().heal()
+        self.have_host_memory(False)
         self.worker.wake_up()
         cache_memory.resize(self.worker.model_runner, BLOCKS)
         self.write_weights()
@@ -160,6 +161,12 @@ class Model:
         from memsaver_core import process
 
         process.saver().delay(call, seconds)
+
+    def have_host_memory(self, only: bool) -> None:
+        """Whether the device has no memory but the host's."""
+        from memsaver_core import process
+
+        process.backend().has_host_memory = lambda _index: only  # type: ignore[method-assign]
 
     def arm(self, step: str, kind: str, after: bool) -> None:
         """Fail once at ``step``, a message or vLLM's own sleep: before or after it took effect."""
@@ -526,6 +533,29 @@ def test_sleeping_twice_and_waking_twice(rank: Rank) -> None:
     rank.wake_up()
     rank.wake_up()
     assert rank.content()["weights"]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("by_service", [False, True])
+def test_on_a_device_without_memory_what_is_kept_stays(group: list[Rank], level: int, by_service: bool) -> None:
+    for each in group:
+        each.have_host_memory(True)
+    memory = VllmMemory(Executor(group))
+    if by_service:
+        memory.release(MemoryRequest(restore={"weights": RestorePolicy.DISCARD} if level == 2 else {}))
+    else:
+        for each in group:
+            each.sleep(level)
+    gone = {"kv_cache", "workspace"} | ({"weights"} if level == 2 else set())
+    assert [released(each) for each in group] == [gone, gone]
+    if by_service:
+        memory.resume(Tagged())
+    for each in group:
+        each.wake_up()
+        content = each.content()
+        assert content["runtime"]
+        assert content["kv_cache_zero"]
+        assert content["weights"] or level == 2
 
 
 def test_a_second_sleep_at_level_2_leaves_released_weights_alone(rank: Rank) -> None:

@@ -235,7 +235,7 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
         remedy = "" if vmm else "this device (or its vGPU profile) cannot unmap memory: hide it by CUDA_VISIBLE_DEVICES"
         yield Finding(f"device {index}", Level.OK if vmm else Level.BLOCKED, found, remedy)
         if _attribute(machine.cuda, device, _CU_INTEGRATED):
-            remedy = "a backup in host memory would free nothing: release with the policy file or discard"
+            remedy = "a backup in host memory would free nothing, so what is kept there stays: use file or discard"
             yield Finding(f"memory of device {index}", Level.WARNING, "is the host's", remedy)
 
 

@@ -22,7 +22,7 @@ from memsaver_core.contract.requests import MemoryRequest, OnTags, Tagged, Verb
 from memsaver_core.contract.status import DeviceMemory, Status
 from memsaver_core.device_memory import read_again
 from memsaver_core.ranks import protocol
-from memsaver_core.release_resume import available_host_bytes, total_host_bytes
+from memsaver_core.release_resume import available_host_bytes, tags_left_resident, total_host_bytes
 from memsaver_server.ranks.group import SLOWEST_COPY, Channel, Deadlines, Group
 from memsaver_server.ranks.merging import merged_tags
 
@@ -260,6 +260,8 @@ class RankMemory(Group):
     def _release(self, steps: Steps, request: MemoryRequest, communicators: tuple[str, ...]) -> None:
         """Release kept content first: until other content is discarded, all can be undone without loss."""
         tags = [tag for tag in self.status().tags if tag.tag != COMMUNICATORS and request.concerns(tag.tag)]
+        left = tags_left_resident(tags, request)
+        tags = [tag for tag in tags if tag.tag not in left]
         kept = tuple(tag.tag for tag in tags if keeps_any(request.restore.get(tag.tag, tag.restore)))
         asked = request.tags or [tag.tag for tag in tags] or WELL_KNOWN_TAGS
         rest = tuple(tag for tag in asked if tag not in kept and tag != COMMUNICATORS)
