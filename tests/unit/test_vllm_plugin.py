@@ -396,6 +396,18 @@ def test_the_allocator_is_vllms_own_unless_asked_for(environment: dict[str, str]
     assert run(REGISTER + MAKE, **environment) == allocator
 
 
+def test_communicators_are_suspended_by_one_alone() -> None:
+    """An option from 0.33 on has vLLM do so; without memsaver it is vLLM's own concern."""
+    code = REGISTER + MAKE.replace(
+        'sleep_mode_backend="cumem"', 'sleep_mode_backend="cumem", enable_nccl_comm_suspend=True'
+    )
+    assert run(code) == "CuMemAllocator"
+    with pytest.raises(
+        AssertionError, match=r"ConfigurationError: .* start the engine without --enable-nccl-comm-suspend"
+    ):
+        run(code, MEMSAVER_VLLM="1")
+
+
 @pytest.mark.parametrize(("environment", "setting"), [({}, "0"), ({"NCCL_GRAPH_REGISTER": "1"}, "1")])
 def test_nccl_registers_no_graphs_unless_the_user_says_so(environment: dict[str, str], setting: str) -> None:
     """What it has registered cannot be replayed after a resume; a warning says so."""

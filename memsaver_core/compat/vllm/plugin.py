@@ -95,6 +95,11 @@ def _decide_and_answer(module: ModuleType) -> None:
         model_config = getattr(vllm_config, "model_config", None)
         worker_memory.enabled = allocator.is_wanted(model_config) and ms.enabled()
         if worker_memory.enabled:
+            if getattr(model_config, "enable_nccl_comm_suspend", False):  # NCCL refuses to suspend one twice
+                raise ConfigurationError(
+                    "vLLM would suspend NCCL's communicators beside memsaver's service, which does so itself; start "
+                    "the engine without --enable-nccl-comm-suspend"
+                )
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # NCCL is not in use yet
         elif allocator.switch() and not getattr(model_config, "enable_sleep_mode", False):
             logger.warning(
