@@ -34,7 +34,7 @@ PACKED = 256 * MIB  # the first 192 MiB stay as they are
 FORK = multiprocessing.get_context("fork")
 PHASES = [
     *(("release", call) for call in ("synchronize", "digest", "copy_to_host", "record", "wait", "unmap", "release")),
-    *(("resume", call) for call in ("memory_info", "create", "map", "allow_access", "copy_to_device", "fill_zero")),
+    *(("resume", call) for call in ("memory_info", "create", "map", "allow_access", "copy_to_device", "copy_to_host")),
     *(("resume", call) for call in ("digest", "record", "wait")),
 ]
 IDLE = ("", "")
