@@ -115,6 +115,9 @@ class Model:
     def quantize(self, format: str | None) -> None:
         self.worker.vllm_config.model_config.quantization = format
 
+    def attend_by_mla(self, use: bool) -> None:
+        self.worker.vllm_config.model_config.use_mla = use
+
     def write_weights(self) -> None:
         self.worker.model_runner.model.weight.data.copy_(self.weights)
 
@@ -705,6 +708,10 @@ def test_no_worker_takes_an_update_that_fails_on_one(group: list[Rank]) -> None:
     with pytest.raises(UnsupportedError, match="of the format fp8 are computed on the device"):
         core.collective_rpc("reload_weights", 3.0)
     group[1].quantize(None)
+    group[1].attend_by_mla(True)
+    with pytest.raises(UnsupportedError, match="of the format MLA are computed on the device"):
+        core.collective_rpc("reload_weights", 3.0)
+    group[1].attend_by_mla(False)
     for each in group:
         each.wake_up()
         assert each.content()["weights"]
