@@ -19,6 +19,9 @@ SOURCES = (
     "server/**/*.py",
     "docs/**/*.py",
     "docs/*.md",
+    "benchmarks/*.py",
+    "examples/**/*.py",
+    "deploy/**/*.py",
     "*.md",
 )
 PAGES = ("deploy/README.md", "benchmarks/README.md", "tests/README.md", "tests/reliability/README.md")

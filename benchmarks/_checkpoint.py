@@ -41,10 +41,10 @@ def write_checkpoint(config: Path, folder: Path, seed: int = 20) -> None:
     for name, tensor in tensors.items():
         begin, end = end, end + 2 * tensor.numel()
         header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    told = json.dumps(header).encode()
-    told += b" " * (-len(told) % 8)
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
     with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(told)) + told)
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
         for number, (name, tensor) in enumerate(tensors.items()):
             values = memoryview(norms if name.endswith("norm.weight") else weights)
             at, left = 2 * (number * 10_007 % _DRAWN), 2 * tensor.numel()

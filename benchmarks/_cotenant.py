@@ -1,6 +1,6 @@
-"""The co-tenant of `soak.py`: takes and gives memory of the engine's device until SIGTERM, then tells how often.
+"""The co-tenant of `soak.py`: takes and gives memory of the engine's device until SIGTERM, then prints how often.
 
-    python _cotenant.py host DEVICE CAPACITY       # memory of a host device, by a saver of its own
+    python _cotenant.py host DEVICE CAPACITY       # memory of a host device, by a separate saver
     python _cotenant.py cuda                       # plain device memory, as any other CUDA program takes it
 
 On a GPU it writes into what it takes and looks, before it lets go, whether that is still there.

@@ -1,4 +1,4 @@
-"""Engines in processes of their own that serve HTTP: how each is started, and asked for tokens and for its memory."""
+"""Engines in separate processes that serve HTTP: how each is started, and asked for tokens and for its memory."""
 
 from __future__ import annotations
 

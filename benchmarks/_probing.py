@@ -1,6 +1,6 @@
 """Probes asked all the time, and how long their answers took, by what the process was doing meanwhile.
 
-They are asked by a process of its own: in that of a benchmark, dozens of other clients' threads would be measured too.
+They are asked by a separate process: in that of a benchmark, dozens of other clients' threads would be measured too.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def probing(url: str) -> Iterator[Probes]:
     try:
         yield probes
     finally:
-        told, _ = process.communicate()
+        output, _ = process.communicate()
     if process.returncode != 0:
         raise RuntimeError("a probe was not answered")
-    probes.answers = [Answer(*each) for each in json.loads(told)]
+    probes.answers = [Answer(*each) for each in json.loads(output)]
 
 
 class Timeline:

@@ -1,4 +1,4 @@
-"""Servers in processes of their own: ports for them, and their end."""
+"""Servers in separate processes: ports for them, and their end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real SGLang server in processes of its own, and its calls."""
+"""A real SGLang server in separate processes, and its calls."""
 
 from __future__ import annotations
 

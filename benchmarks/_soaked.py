@@ -1,4 +1,4 @@
-"""The engine of `soak.py`: the reference engine, served, with marks of its own in the memory of each tag.
+"""The engine of `soak.py`: the reference engine, served, with separate marks in the memory of each tag.
 
 Prints its address. Then it answers each line of standard input by a line of JSON, until that ends:
 
@@ -45,7 +45,7 @@ class Checksum:
 
 
 class Weights:
-    """The model's checksum; on a GPU by a graph of its own, captured once: what it reads has to stay where it is."""
+    """The model's checksum; on a GPU by a separate graph, captured once: what it reads has to stay where it is."""
 
     def __init__(self, model: torch.nn.Module, checksum: Checksum) -> None:
         storages = {tensor.data_ptr(): tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())}

@@ -1,4 +1,4 @@
-"""One worker for each library that `occupation.py` compares, each in a process of its own; it prints one JSON line.
+"""One worker for each library that `occupation.py` compares, each in a separate process; it prints one JSON line.
 
 The buffers are the same for all: `count` tensors of `bytes / count`, random content, one tag.
 """
@@ -164,9 +164,10 @@ def torch_memory_saver(case: str, count: int, nbytes: int, repeats: int, rest: f
 
     saver.hook_mode = "torch"
     clock = Clock(rest)
-    with saver.region(tag="t", enable_cpu_backup=case != "discard"):
+    tag = "kv_cache" if case == "zero" else "t"  # the drop-in brings a KV cache back as zeros
+    with saver.region(tag=tag, enable_cpu_backup=case.startswith("host")):
         buffers = tensors(count, nbytes)
-    return peer(clock, case, buffers, repeats, lambda: saver.pause("t"), lambda: saver.resume("t"))
+    return peer(clock, case, buffers, repeats, lambda: saver.pause(tag), lambda: saver.resume(tag))
 
 
 def drop_in(case: str, count: int, nbytes: int, repeats: int, rest: float) -> dict[str, Any]:
@@ -198,7 +199,7 @@ def peer(
 ) -> dict[str, Any]:
     total = sum(buffer.numel() for buffer in buffers)
     samples: Samples = {}
-    if case == "discard":
+    if case in ("discard", "zero"):
         clock(release), clock(resume)
         for _ in range(repeats):
             samples.setdefault("release", []).append(clock(release))

@@ -1,6 +1,6 @@
 """Whether the driver checkpoints processes of several GPUs at the same time.
 
-Each process has a context on a GPU of its own and released memory, and nothing to do with the others. They are
+Each process has a context on a separate GPU and released memory, and nothing to do with the others. They are
 checkpointed and restored side by side, and one after the other; processes that see all GPUs, as the ranks of an engine
 do, and processes that see their own alone.
 
@@ -41,7 +41,7 @@ for line in sys.stdin:
 
 
 class Process:
-    """A process with a GPU of its own; ``alone``: it sees no other."""
+    """A process with a separate GPU; ``alone``: it sees no other."""
 
     def __init__(self, gpu: int, *, alone: bool) -> None:
         visible = {"CUDA_VISIBLE_DEVICES": str(gpu)} if alone else {}
@@ -119,7 +119,7 @@ def to_markdown(result: dict[str, Any]) -> str:
             f"# Checkpoints of several processes: {result['machine']}",
             "",
             f"{result['date']}, `{result['command']}`. Seconds for all processes, medians of",
-            f"{result['rounds']} rounds; each process with a context on a GPU of its own and released memory.",
+            f"{result['rounds']} rounds; each process with a context on a separate GPU and released memory.",
             "",
             f"| processes | each sees | | {' | '.join(STEPS)} |",
             f"|---|---|---|{'---|' * len(STEPS)}",

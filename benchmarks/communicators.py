@@ -58,7 +58,7 @@ def measure(ranks: int, cycles: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, plain_ranks.started(ranks, Path(folder)) as pair:
         pair.ask("replayed(0)")
         counted = [ast.literal_eval(answer) for answer in pair.ask(COUNTED)]
-        if obstacles := [told for _, _, told in counted[0] if told]:
+        if obstacles := [obstacle for _, _, obstacle in counted[0] if obstacle]:
             raise SystemExit(obstacles[0])
         awake = max(now - before for now, before in zip(used_mib_of(ranks), empty, strict=True))
         [version, *_] = pair.ask("loaded().version_text")

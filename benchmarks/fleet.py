@@ -221,7 +221,7 @@ def to_markdown(result: dict[str, Any]) -> str:
             "The last columns are a model, not measured: the line a + b n, fitted to the measured sizes, for one",
             f"coordinator of {LARGE:,} engines; and 2 a + 2 b sqrt(n) for one coordinator of {LARGE**0.5:.0f} others,",
             f"each of {LARGE**0.5:.0f} engines. They hold for engines that share processors as here; if engines have",
-            "machines of their own, what is beyond the slowest engine is all that grows with their number.",
+            "separate machines, what is beyond the slowest engine is all that grows with their number.",
             "",
             f"Repeat: `{about['command']}`",
             "",

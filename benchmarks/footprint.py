@@ -271,7 +271,7 @@ def beside_the_published(result: dict[str, Any]) -> list[str]:
 def probe_table(probes: dict[str, dict[str, dict[str, float]]]) -> list[str]:
     """How long the probes took, by what the process did meanwhile."""
     lines = [
-        "The probes' answers meanwhile, asked for by a process of its own; ms, median / 99th percentile / slowest:",
+        "The probes' answers meanwhile, asked for by a separate process; ms, median / 99th percentile / slowest:",
         "",
         "| while | answers | " + " | ".join(f"`{path}`" for path in PATHS) + " |",
         "|---|---|" + "---|" * len(PATHS),

@@ -1,6 +1,6 @@
 """Release and resume, timed: memsaver, its peers where they are installed, and what driver and link allow.
 
-One run measures all of them in turn on the same buffers, each in a process of its own: medians of several repetitions
+One run measures all of them in turn on the same buffers, each in a separate process: medians of several repetitions
 with the spread, as JSON, as a table and as a plot. The drop-in is memsaver in torch_memory_saver's place.
 
     python benchmarks/occupation.py                     # 40 GiB discarded, 32 GiB kept
@@ -25,6 +25,10 @@ from _record import new_parser, new_result, write
 from memsaver_server.cli.units import parse_size
 
 GIB = 1 << 30
+#: Libraries and cases in which pinned memory is prepared in the background before the first release.
+PREPARED = (("memsaver", "host"), ("drop-in", "host-prepared"))
+#: How long an engine serves before its first release in the latter case, seconds.
+SERVES_S = 3.0
 Row = dict[str, Any]
 
 
@@ -32,7 +36,7 @@ def work(library: str, case: str, count: int, nbytes: int, repeats: int, rest: f
     """Run one worker and return what it measured."""
     print(f"  {library}, {case}, {nbytes / GIB:g} GiB in {count} ...", file=sys.stderr, flush=True)
     command = [sys.executable, str(Path(__file__).with_name("_workers.py")), library, case]
-    prepared = str(int((library, case) == ("memsaver", "host")))
+    prepared = str(int((library, case) in PREPARED))
     process = subprocess.run(
         [*command, str(count), str(nbytes), str(repeats), str(rest)],
         capture_output=True,
@@ -103,6 +107,13 @@ def comparisons(rows: list[Row]) -> list[tuple[str, str]]:
                     ratio(find(rows, peer, "discard", what), find(rows, ours, "discard", what)),
                 )
             )
+            if (peers_time := find(rows, peer, "zero", what)) is not None:
+                list_.append(
+                    (
+                        f"KV cache, {what}: time of {peer} over the drop-in's",
+                        ratio(peers_time, find(rows, "drop-in", "zero", what)),
+                    )
+                )
         list_.append(
             (
                 f"first release, pool not prepared: time of {peer} over ours",
@@ -232,9 +243,9 @@ def main() -> None:
         result["comparisons"] = comparisons(rows)
         return write("occupation", result, to_markdown, options.out)
 
-    def run(library: str, case: str, nbytes: int, repeats: int = options.repeats) -> None:
+    def run(library: str, case: str, nbytes: int, repeats: int = options.repeats, rest: float = options.rest) -> None:
         try:
-            measured = work(library, case, options.count, nbytes, repeats, options.rest)
+            measured = work(library, case, options.count, nbytes, repeats, rest)
         except RuntimeError as error:
             if library not in peers:
                 raise
@@ -247,6 +258,8 @@ def main() -> None:
     run("raw", "discard", discard)
     for library in ("memsaver", "drop-in", *peers):
         run(library, "discard", discard)
+    for library in ("drop-in", *(name for name in peers if name == "torch_memory_saver")):
+        run(library, "zero", discard)
     run("memsaver", "host", host)
     firsts = [
         work("memsaver", "host-first", options.count, host, 1, options.rest) for _ in range(options.first_releases)
@@ -255,6 +268,7 @@ def main() -> None:
     rows.extend(rows_of("memsaver", "host-first", {"bytes": firsts[0]["bytes"], "samples": merged}))
     for library in ("drop-in", *peers):
         run(library, "host", host, 2)
+    run("drop-in", "host-prepared", host, 1, SERVES_S)
     if options.cycles:
         result["cycles"] = work("cycles", "host", 40, parse_size(options.cycle_bytes), options.cycles, 0)
     print(record())

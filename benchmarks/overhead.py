@@ -1,7 +1,7 @@
 """What HTTP costs: release and resume of an empty engine against the native calls, and what it answers while a copy
 runs, or stands still.
 
-The engine is a process of its own and the client another one, on one kept-alive connection, as an orchestrator has it.
+The engine is a separate process and the client another one, on one kept-alive connection, as an orchestrator has it.
 Native calls and requests alternate in rounds, so that both see the same machine.
 
     python benchmarks/overhead.py

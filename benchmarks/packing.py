@@ -1,6 +1,6 @@
 """Packing: content of several kinds released and resumed over HTTP, kept packed and kept as it is.
 
-Each kind and setting in a process of its own: medians with the spread, what the backups take, and the rate of the link
+Each kind and setting in a separate process: medians with the spread, what the backups take, and the rate of the link
 by plain copies in the same processes. Every content is compared after each resume.
 
     python benchmarks/packing.py                        # 31 GiB of each kind
@@ -114,7 +114,7 @@ def work(kind: str, nbytes: int, repeats: int, rest: float) -> dict[str, Any]:
 
 
 def run(kind: str, pack: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure in a process of its own."""
+    """Measure in a separate process."""
     print(f"  {kind}, {pack} ...", file=sys.stderr, flush=True)
     arguments = [str(parse_size(options.bytes)), str(options.repeats), str(options.rest)]
     environment = {**os.environ, "MEMSAVER_PACK": pack}

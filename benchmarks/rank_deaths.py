@@ -1,7 +1,7 @@
-"""A worker of real vLLM is killed: how long until probes and callers are told.
+"""A worker of real vLLM is killed: how long until probes report it and calls fail.
 
 One server for each state in which its last rank gets SIGKILL; all are started at once, and take turns. An engine has
-two ranks if there are two GPUs, otherwise one; each is a process of its own. The probes are asked again and again, one
+two ranks if there are two GPUs, otherwise one; each is a separate process. The probes are asked again and again, one
 after the other, from the kill on. If the rank is to die during an operation, it is stopped before the operation
 (SIGSTOP), which then cannot end.
 
@@ -32,7 +32,7 @@ RANKS = min(2, torch.cuda.device_count())
 STATES = ("resident", "releasing", "released", "hibernated", "resuming")
 PROBES = ("/livez", "/readyz", "/health")
 UNDER_WAY = {"releasing": "/release_memory_occupation", "resuming": "/resume_memory_occupation"}
-#: What is not told by then is an error, seconds.
+#: A probe that does not report it by then is an error, seconds.
 LIMIT_S = 30.0
 
 
@@ -49,7 +49,7 @@ def bring(client: httpx.Client, state: str) -> None:
 
 
 def kill(client: httpx.Client, state: str, pid: int) -> dict[str, Any]:
-    """Kill the process of the last rank; return the milliseconds until each was told, and what they were told."""
+    """Kill the process of the last rank; return the milliseconds until each probe reported it, and how calls failed."""
     with ThreadPoolExecutor(1) as pool:
         waiting = None
         if path := UNDER_WAY.get(state):
@@ -60,16 +60,16 @@ def kill(client: httpx.Client, state: str, pid: int) -> dict[str, Any]:
                 time.sleep(0.01)
         killed = time.perf_counter()
         os.kill(pid, signal.SIGKILL)
-        told: dict[str, float] = {}
-        while len(told) < len(PROBES):
+        reported: dict[str, float] = {}
+        while len(reported) < len(PROBES):
             for path in PROBES:
                 answer = client.get(path)
                 # /readyz is 503 during an operation, too.
                 if answer.status_code == 503 and f"rank {RANKS - 1} (process {pid})" in answer.text:
-                    told.setdefault(path, (time.perf_counter() - killed) * 1e3)
+                    reported.setdefault(path, (time.perf_counter() - killed) * 1e3)
             if time.perf_counter() - killed > LIMIT_S:
-                raise RuntimeError(f"{state}: not told within {LIMIT_S:g} s: {set(PROBES) - told.keys()}")
-        row: dict[str, Any] = {"state": state, "told_ms": told}
+                raise RuntimeError(f"{state}: not reported within {LIMIT_S:g} s: {set(PROBES) - reported.keys()}")
+        row: dict[str, Any] = {"state": state, "reported_ms": reported}
         if waiting is not None:
             answered, status = waiting.result(LIMIT_S)
             row |= {"caller_ms": (answered - killed) * 1e3, "caller_status": status}
@@ -105,7 +105,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"# A rank of vLLM is killed: {result['gpu']}, driver {result['driver']}, vLLM {result['vllm']}, "
         f"torch {result['torch']}",
         "",
-        f"{result['date']}, `{result['command']}`. Ranks: {RANKS}, each on a GPU of its own. Milliseconds from SIGKILL "
+        f"{result['date']}, `{result['command']}`. Ranks: {RANKS}, each on a separate GPU. Milliseconds from SIGKILL "
         "of the last rank until each probe answered 503 and named the rank; device memory that the ranks hold "
         "afterwards, as nvidia-smi counts it.",
         "",
@@ -113,10 +113,10 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"|---|{'---|' * len(PROBES)}---|---|---|",
     ]
     for row in result["rows"]:
-        told = " | ".join(f"{row['told_ms'][path]:.0f}" for path in PROBES)
+        reported = " | ".join(f"{row['reported_ms'][path]:.0f}" for path in PROBES)
         waited = f"{row['caller_status']} after {row['caller_ms']:.0f} ms" if "caller_ms" in row else "-"
         left = ", ".join(f"{size:.0f}" for size in row["left_mib"])
-        lines.append(f"| {row['state']} | {told} | {waited} | {row['refused_status']} | {left} |")
+        lines.append(f"| {row['state']} | {reported} | {waited} | {row['refused_status']} | {left} |")
     return "\n".join(lines) + "\n"
 
 

@@ -8,7 +8,7 @@ each in turn answers the same requests.
     python benchmarks/sglang_sleep.py --parts --out DIR                     # only the page, of the results in DIR
     ... --sglang "--attention-backend triton --enable-deterministic-inference"
 
-Each part has a file of its own, written after each row; the page is made of all of them in the folder. So parts can be
+Each part has a separate file, written after each row; the page is made of all of them in the folder. So parts can be
 measured one by one, or at the same time on several GPUs.
 
 Tokens are compared after ``/flush_cache``, as a cached prefix is another computation. Requests in flight are compared
@@ -108,8 +108,8 @@ class Measured:
         times = [first_and_later(each) for each in (released, resumed, to_token)]
         self.table.add(name, str(count), *times, f"{max(left):,.0f}", f"tokens equal after {equal} of {count}")
         if phases:
-            told = ", ".join(f"{phase} {statistics.median(each):.1f}" for phase, each in phases.items())
-            self.table.add(f"{name}: phases, median ms", "", "", "", "", "", told)
+            text = ", ".join(f"{phase} {statistics.median(each):.1f}" for phase, each in phases.items())
+            self.table.add(f"{name}: phases, median ms", "", "", "", "", "", text)
 
     def in_flight(
         self, name: str, call: Call, body: dict[str, Any], status: int = 200,
@@ -155,8 +155,8 @@ class Measured:
         for state, running in (("at rest", []), ("under load", self._start())):
             for path in ("/livez", "/metrics"):
                 times = [self.engine.probe_ms(path) for _ in range(50)]
-                told = f"median {statistics.median(times):.1f}, at most {max(times):.1f} ms"
-                self.table.add(f"service, GET {path} of an engine {state}", "50", "", "", "", "", told)
+                text = f"median {statistics.median(times):.1f}, at most {max(times):.1f} ms"
+                self.table.add(f"service, GET {path} of an engine {state}", "50", "", "", "", "", text)
             for each in running:
                 each.whole.result()
 
@@ -215,14 +215,14 @@ def load(engines: dict[str, Server], table: Table, turns: int, requests: int) ->
                 rates[name].append(made / (time.perf_counter() - begun))
     what = f"{requests} requests of {LOAD_TOKENS:,} tokens at once"
     for name, values in rates.items():
-        told = f"{statistics.median(values):,.0f} tokens/s ({min(values):,.0f} to {max(values):,.0f})"
-        table.add(f"{name}, {what}", str(turns), "", "", "", "", told)
+        text = f"{statistics.median(values):,.0f} tokens/s ({min(values):,.0f} to {max(values):,.0f})"
+        table.add(f"{name}, {what}", str(turns), "", "", "", "", text)
     for other, name in combinations(rates, 2):
         ratios = [100 * (one / two - 1) for one, two in zip(rates[name], rates[other], strict=True)]
         error = statistics.stdev(ratios) / math.sqrt(turns)
-        told = f"{statistics.mean(ratios):+.2f} % tokens/s, standard error {error:.2f} % "
-        told += f"({min(ratios):+.2f} to {max(ratios):+.2f} % in a turn)"
-        table.add(f"{name} beside {other}", str(turns), "", "", "", "", told)
+        text = f"{statistics.mean(ratios):+.2f} % tokens/s, standard error {error:.2f} % "
+        text += f"({min(ratios):+.2f} to {max(ratios):+.2f} % in a turn)"
+        table.add(f"{name} beside {other}", str(turns), "", "", "", "", text)
 
 
 def run(part: str, model: Path, table: Table, options: argparse.Namespace) -> None:
@@ -302,9 +302,9 @@ def measure_parts(options: argparse.Namespace) -> None:
             try:
                 run(part, Path(folder), table, options)
             except Exception:
-                told = traceback.format_exc()
-                print(told, flush=True)
-                table.add("FAILED", *[""] * 5, told.strip().splitlines()[-1][:300])
+                text = traceback.format_exc()
+                print(text, flush=True)
+                table.add("FAILED", *[""] * 5, text.strip().splitlines()[-1][:300])
 
 
 if __name__ == "__main__":

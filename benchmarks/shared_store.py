@@ -1,6 +1,6 @@
-"""The shared store: processes with equal content, each on a GPU of its own, released and resumed at once.
+"""The shared store: processes with equal content, each on a separate GPU, released and resumed at once.
 
-Each with host memory of its own, one after the other and all at once; then all at once with one store. The rate of the
+Each with host separate memory, one after the other and all at once; then all at once with one store. The rate of the
 links by plain copies in the same processes, and what the backups take. Content is compared after each resume.
 
     python benchmarks/shared_store.py                        # 16 GiB on each GPU of the machine

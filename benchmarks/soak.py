@@ -184,10 +184,10 @@ class Soak:
         threads = {"at the start": self._threads(first)}
         while self.counts["cycles"] < cycles and time.monotonic() < began + minutes * 60:
             before = self._engine.mark(self._choose.randrange(1 << 30))
-            owed = self._cycle()
+            due = self._cycle()
             after = self._engine.look()
-            assert after["model"] == first["model"], f"the weights differ: {owed}"
-            self._check(owed, before, after)
+            assert after["model"] == first["model"], f"the weights differ: {due}"
+            self._check(due, before, after)
             self.counts["cycles"] += 1
             if self.counts["cycles"] % self._parity_every == 0:
                 self._compare(expected)
@@ -232,13 +232,13 @@ class Soak:
             except DeviceMemoryError:
                 self.counts["resumes_repeated"] += 1  # the co-tenant was faster
 
-    def _check(self, owed: dict[str, str], before: dict[str, Any], after: dict[str, Any]) -> None:
+    def _check(self, due: dict[str, str], before: dict[str, Any], after: dict[str, Any]) -> None:
         for tag in TAGS:
-            policy = owed.get(tag, "resident")
+            policy = due.get(tag, "resident")
             if policy == "zero":
-                assert tag in after["zero"], f"{tag!r} is not zero: {owed}"
+                assert tag in after["zero"], f"{tag!r} is not zero: {due}"
             elif policy != "discard":
-                assert after["sums"][tag] == before["sums"][tag], f"{tag!r} differs: {owed}"
+                assert after["sums"][tag] == before["sums"][tag], f"{tag!r} differs: {due}"
             self.counts[f"looks at what was {policy}"] += 1
 
     def _compare(self, expected: list[list[int]]) -> None:

@@ -1,10 +1,10 @@
 """Many cycles of processes that share a store of packed backups: does anything creep?
 
-Each process holds weights in bfloat16, which are the same in all, and bytes of its own. A cycle writes a third of them
+Each process holds weights in bfloat16, which are the same in all, and separate bytes. A cycle writes a third of them
 anew, at times in one process alone until the next cycle, and releases and resumes all processes at once, or two of
 them; then everything is looked at: checksums of all content, by torch's arithmetic.
 
-Memory of their own, open files and threads of all processes together, the device's memory, and the store's if all have
+separate Memory, open files and threads of all processes together, the device's memory, and the store's if all have
 released the same weights, go into a linear fit of the second half, as in `soak.py`. It fails if one of them grows.
 
     python benchmarks/store_soak.py                                       # 1,000 cycles, on a GPU
@@ -111,7 +111,7 @@ class Process:
         self.seen = psutil.Process(self.process.pid)
         self.sums: list[int] = []
 
-    def tell(self, order: str, argument: int) -> None:
+    def send(self, order: str, argument: int) -> None:
         assert self.process.stdin is not None
         print(order, argument, file=self.process.stdin, flush=True)
 
@@ -159,7 +159,7 @@ class Soak:
     def _ask(self, these: list[Process], order: str, argument: int = 0) -> list[Any]:
         """All at once."""
         for process in these:
-            process.tell(order, argument)
+            process.send(order, argument)
         return [process.answer() for process in these]
 
     def _sample(self, *, equal: bool) -> None:

@@ -1,6 +1,6 @@
 """SGLang and a trainer on one GPU that release their memory in turns: the time of a step, stock and by memsaver.
 
-Starts a SGLang server and, in a process of its own, a trainer with optimizer state. A step is slime's: rollout, the
+Starts a SGLang server and, in a separate process, a trainer with optimizer state. A step is slime's: rollout, the
 server's own release, the trainer's resume, training, its pause, the server's resume. Both sides use torch_memory_saver
 (stock), or memsaver in its place.
 
@@ -45,7 +45,7 @@ SEQUENCES, LENGTH = 4, 256
 #: How a line of the trainer's begins that answers: torch_memory_saver and torch print, too.
 ANSWER = "ANSWER "
 
-# -- the trainer, in a process of its own: a command on each line of its input, an answer on each line of its output ---
+# -- the trainer, in a separate process: a command on each line of its input, an answer on each line of its output ---
 
 
 def train(model: Path) -> None:
@@ -181,8 +181,8 @@ def measure(mode: str, model: Path, options: argparse.Namespace) -> dict[str, An
 def to_markdown(record: dict[str, Any]) -> str:
     modes = record["modes"]
 
-    def cells(tell: Callable[[dict[str, Any]], str]) -> str:
-        return " | ".join(f"FAILED: {each['failed']}" if "failed" in each else tell(each) for each in modes.values())
+    def cells(shown: Callable[[dict[str, Any]], str]) -> str:
+        return " | ".join(f"FAILED: {each['failed']}" if "failed" in each else shown(each) for each in modes.values())
 
     def seconds(part: str) -> str:
         return cells(lambda each: f"{statistics.median(row[part] for row in each['steps']):.3f}")

@@ -1,6 +1,6 @@
 """A trainer with Adam and an engine on one GPU that give the device to each other: ways to do it, side by side.
 
-Trainer and engine are processes of their own. The trainer has one rank, a model of 3B shape and Adam, and computes in
+Trainer and engine are separate processes. The trainer has one rank, a model of 3B shape and Adam, and computes in
 bfloat16: FSDP2 (`fully_shard`) with fp32 parameters, or Megatron-core with its distributed optimizer. The engine is a
 process with weights of 16 bits and a cache, by memsaver in every mode. A step: the engine releases, the trainer
 resumes, trains and releases, the engine resumes. There is room for the engine's weights beside the trainer, so they
@@ -11,7 +11,8 @@ come back while it releases, and the cache after that.
     python benchmarks/training.py --framework megatron   # needs megatron-core
     MEMSAVER_DRIVER=host python benchmarks/training.py --tiny --steps 2 --out /tmp   # on the host driver, as a check
 
-Losses must equal those of a run that never releases, which has the device for itself.
+Losses must equal those of a run that never releases, which has the device for itself. For memsaver, the page also has
+the speeds over the content that is kept, each hand-over divided by its slower copy, and which state packs.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ FRAMEWORKS = {
 }
 #: Of the engine's resume, what the trainer's release does not cover.
 REST = "engine resumes the rest"
+#: What it does cover.
+WEIGHTS = "engine resumes the weights"
 #: In each of the four sequences of a step.
 TOKENS = 512
 PARTS = ("engine releases", "trainer resumes", "training", "trainer releases", REST)
@@ -235,8 +238,18 @@ def by_memsaver(trained: Fsdp2 | Megatron) -> dict[str, Callable[[], Any]]:
 
     held: list[training.Released] = []
 
-    def release() -> None:
+    def release() -> dict[str, dict[str, int]]:
+        """By tag, the bytes of content that are kept; those of them that were copied now, and what these take."""
         held.append(training.release(trained.model, trained.optimizer, parameters=trained.parameters))
+        kept = [tag for tag in held[-1].report.tags if tag.restore in ("host", "file")]
+        return {
+            tag.tag: {
+                "content": tag.backed_up_bytes + tag.unchanged_bytes + tag.shared_bytes + tag.zero_bytes,
+                "copied": tag.backed_up_bytes,
+                "stored": tag.kept_bytes,
+            }
+            for tag in kept
+        }
 
     return {"release": release, "resume": lambda: held.pop().resume()}
 
@@ -334,28 +347,71 @@ def measure(mode: str, losses: list[float], options: argparse.Namespace) -> dict
         served.call("release")
         learner = start_trainer(stack, mode, options)
         learner.call("release")
-        equal, rows, host = served.call("resume")[1], [], 0
+        equal, rows, kept, host = served.call("resume")[1], [], [], 0
         for expected in losses:
             row = {"engine releases": served.call("release")[0], "trainer resumes": learner.call("resume")[0]}
             row["training"], loss = learner.call("train")
             begun = time.perf_counter()
             served.start("resume weights")
-            row["trainer releases"], _ = learner.call("release")
-            served.answer()
+            row["trainer releases"], tags = learner.call("release")
+            row[WEIGHTS], _ = served.answer()
             _, intact = served.call("resume")
             row[REST] = time.perf_counter() - begun - row["trainer releases"]
             host = max(host, free - psutil.virtual_memory().available)
             equal = equal and intact and loss == expected
+            kept += [tags] if tags else []  # by memsaver alone
             rows.append(row)
             print(mode, {part: round(seconds, 3) for part, seconds in row.items()}, flush=True)
-    return {"steps": rows, "host_mib": host / MIB, "equal": equal}
+    return {"steps": rows, "kept": kept, "host_mib": host / MIB, "equal": equal}
+
+
+def kept_to_markdown(measured: dict[str, Any]) -> list[str]:
+    """What memsaver kept in each step, and how fast it was for that."""
+    pairs = list(zip(measured["steps"], measured["kept"], strict=True))
+
+    def median(value: Callable[[dict[str, float], dict[str, dict[str, int]]], float]) -> float:
+        return statistics.median(value(row, tags) for row, tags in pairs)
+
+    def content(tags: dict[str, dict[str, int]]) -> int:
+        return sum(tag["content"] for tag in tags.values())
+
+    def speed(part: str) -> float:
+        return median(lambda row, tags: content(tags) / 1e9 / row[part])
+
+    def over_slower_copy(first: str, second: str, *whole: str) -> float:
+        return median(lambda row, _: sum(row[part] for part in whole) / max(row[first], row[second]))
+
+    to_engine = over_slower_copy("trainer releases", WEIGHTS, "trainer releases", REST)
+    to_trainer = over_slower_copy("engine releases", "trainer resumes", "engine releases", "trainer resumes")
+    rows = (
+        ("content kept, GB", f"{median(lambda _, tags: content(tags) / 1e9):.3f}", "all but what is discarded"),
+        ("release, GB/s", f"{speed('trainer releases'):.1f}", "content kept, by `trainer releases`"),
+        ("resume, GB/s", f"{speed('trainer resumes'):.1f}", "content kept, by `trainer resumes`"),
+        (
+            "hand-over to the engine, by its slower copy",
+            f"{to_engine:.2f}",
+            f"the slower of `trainer releases` and `{WEIGHTS}`, which run at the same time",
+        ),
+        (
+            "hand-over to the trainer, by its slower copy",
+            f"{to_trainer:.2f}",
+            "the slower of `engine releases` and `trainer resumes`, one after the other",
+        ),
+    )
+    lines = ["", "| memsaver's trainer | | what it is |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
+    for name in sorted({name for _, tags in pairs for name in tags}):
+        copied = sum(tags.get(name, {}).get("copied", 0) for _, tags in pairs)
+        stored = sum(tags.get(name, {}).get("stored", 0) for _, tags in pairs)
+        share = f"{stored / copied:.3f}" if copied else "nothing copied"
+        lines.append(f"| bytes stored over content copied, `{name}` | {share} | 1 if nothing packs |")
+    return lines
 
 
 def to_markdown(record: dict[str, Any]) -> str:
     modes, (name, own) = record["modes"], FRAMEWORKS[record["framework"]]
 
-    def cells(tell: Callable[[dict[str, Any]], str]) -> str:
-        return " | ".join(f"FAILED: {each['failed']}" if "failed" in each else tell(each) for each in modes.values())
+    def cells(shown: Callable[[dict[str, Any]], str]) -> str:
+        return " | ".join(f"FAILED: {each['failed']}" if "failed" in each else shown(each) for each in modes.values())
 
     def median(*parts: str) -> str:
         return cells(lambda each: f"{statistics.median(sum(row[part] for part in parts) for row in each['steps']):.3f}")
@@ -374,6 +430,7 @@ def to_markdown(record: dict[str, Any]) -> str:
         f"| the whole step | {median(*PARTS)} |",
         "| host memory, MiB | " + cells(lambda each: f"{each['host_mib']:,.0f}") + " |",
         "| losses and weights equal | " + cells(lambda each: "yes" if each["equal"] else "NO") + " |",
+        *(kept_to_markdown(modes["memsaver"]) if modes.get("memsaver", {}).get("kept") else []),
     ]
     return "\n".join(lines) + "\n"
 

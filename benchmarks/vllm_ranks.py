@@ -5,6 +5,7 @@ memsaver without vLLM's custom all-reduce. memsaver is called over HTTP, as an o
 
     python benchmarks/vllm_ranks.py                    # Qwen2-1.5B's shape on two GPUs; needs vLLM and NCCL 2.29.7
     python benchmarks/vllm_ranks.py --ranks 4 --deep 5 --out /tmp
+    python benchmarks/vllm_ranks.py --ranks 4 --config tests/data/qwen2.5-72b/config.json --load-format dummy
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -75,7 +77,7 @@ def captures(worker: Any) -> int:
 class Measured:
     """An engine that goes to sleep and wakes up, and what it holds and answers meanwhile."""
 
-    def __init__(self, model: str, mode: str, ranks: int, utilization: float) -> None:
+    def __init__(self, model: str, mode: str, ranks: int, utilization: float, load_format: str = "auto") -> None:
         from vllm import LLM
 
         self.ranks = ranks
@@ -87,6 +89,7 @@ class Measured:
             gpu_memory_utilization=utilization,
             max_model_len=2048,
             tensor_parallel_size=ranks,
+            load_format=load_format,
             **MODES[mode],
         )
         self.first = self.tokens()
@@ -129,7 +132,7 @@ class Measured:
 
 def measure(options: argparse.Namespace) -> None:
     """Measure one mode. What is measured is written at once, whatever becomes of the next cycle."""
-    engine = Measured(options.model, options.child, options.ranks, options.utilization)
+    engine = Measured(options.model, options.child, options.ranks, options.utilization, options.load_format)
     result: dict[str, Any] = {
         "loaded_mib": engine.left(),
         "seconds_per_token": [engine.seconds_per_token() for _ in range(5)],
@@ -170,9 +173,8 @@ def measure(options: argparse.Namespace) -> None:
                 options.answer.write_text(json.dumps(result))
 
 
-def run(mode: str, model: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Measure one mode in a process of its own; return None if it came to nothing."""
-    environment = {
+def environment_of(mode: str) -> dict[str, str]:
+    return {
         **os.environ,
         "MEMSAVER_VLLM": "0" if mode == "stock" else "1",
         "NCCL_GRAPH_REGISTER": "0",
@@ -180,12 +182,17 @@ def run(mode: str, model: str, options: argparse.Namespace) -> dict[str, Any] | 
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
     }
+
+
+def run(mode: str, model: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """Measure one mode in a separate process; return None if it came to nothing."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "result.json"
         arguments = ["--child", mode, "--model", model, "--answer", str(answer)]
-        for name in ("ranks", "cycles", "deep", "utilization"):
-            arguments += [f"--{name}", str(getattr(options, name))]
-        process = subprocess.Popen([sys.executable, __file__, *arguments], env=environment, start_new_session=True)
+        for name in ("ranks", "cycles", "deep", "utilization", "load_format"):
+            arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+        command = [sys.executable, __file__, *arguments]
+        process = subprocess.Popen(command, env=environment_of(mode), start_new_session=True)
         try:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LIMIT_S)
@@ -199,15 +206,15 @@ def run(mode: str, model: str, options: argparse.Namespace) -> dict[str, Any] | 
 def to_markdown(result: dict[str, Any]) -> str:
     engines = result["engines"]
 
-    def cells(state: str, tell: Callable[[list[dict[str, Any]]], str]) -> list[str]:
-        return [tell(rows) if (rows := engine[state]) else "-" for engine in engines.values()]
+    def cells(state: str, shown: Callable[[list[dict[str, Any]]], str]) -> list[str]:
+        return [shown(rows) if (rows := engine[state]) else "-" for engine in engines.values()]
 
     def seconds(key: str, skip: int = 0) -> Callable[[list[dict[str, Any]]], str]:
-        def tell(rows: list[dict[str, Any]]) -> str:
+        def shown(rows: list[dict[str, Any]]) -> str:
             values = [row[key] for row in rows[skip:] or rows]
             return f"{statistics.median(values):.2f} (at most {max(values):.2f})"
 
-        return tell
+        return shown
 
     def left(rows: list[dict[str, Any]]) -> str:
         return ", ".join(f"{max(sizes):,.0f}" for sizes in zip(*(row["left_mib"] for row in rows), strict=True))
@@ -262,6 +269,7 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=5, help="of sleep")
     parser.add_argument("--deep", type=int, default=20, help="cycles of hibernation")
     parser.add_argument("--utilization", type=float, default=0.5, help="vLLM's gpu_memory_utilization")
+    parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto", help="dummy: no checkpoint on disk")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -282,7 +290,10 @@ def main() -> None:
     }
     name = "vllm-ranks" if options.ranks == 2 else f"vllm-{options.ranks}-ranks"
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(options.config, Path(folder))
+        if options.load_format == "dummy":
+            shutil.copy(options.config, folder)
+        else:
+            write_checkpoint(options.config, Path(folder))
         for mode in options.modes:
             if (measured := run(mode, folder, options)) is None:
                 print(f"{mode}: nothing was measured; see the output above", flush=True)

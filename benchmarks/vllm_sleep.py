@@ -1,4 +1,4 @@
-"""vLLM's sleep mode, stock and by memsaver: the same script on the same model, each in a process of its own.
+"""vLLM's sleep mode, stock and by memsaver: the same script on the same model, each in a separate process.
 
 Writes a checkpoint of seeded random weights, starts an engine once to fill vLLM's compile cache, and then measures
 both: memory left asleep as nvidia-smi counts it, seconds of sleep and wake-up as the caller of ``LLM`` sees them,
@@ -185,7 +185,7 @@ def logged_seconds(log: str, cycles: int) -> dict[str, list[float]]:
 
 
 def run(mode: str, model: str, cycles: int, utilization: float) -> dict[str, Any]:
-    """Measure one mode in a process of its own."""
+    """Measure one mode in a separate process."""
     environment = {
         **os.environ,
         "MEMSAVER_VLLM": "0" if mode == "stock" else "1",

@@ -9,7 +9,7 @@ These must be those from before.
     python benchmarks/wake_up.py --engines reference --model builtin --cycles 3 --out /tmp              # without a GPU
     python benchmarks/wake_up.py --engines --out DIR                    # only the page, of the results in DIR
 
-Each engine and mode has a file of its own, written after each cycle; the page is made of all of them in the folder. So
+Each engine and mode has a separate file, written after each cycle; the page is made of all of them in the folder. So
 they can be measured one by one, or at the same time on several GPUs.
 """
 
@@ -107,8 +107,8 @@ class Engine:
         answer = self.memory.post(path, json={})
         if answer.is_error:
             raise RuntimeError(f"{path}: {answer.status_code} {answer.text[:300]}")
-        told = answer.json() if "json" in answer.headers.get("content-type", "") else None
-        return told if isinstance(told, dict) else {}
+        content = answer.json() if "json" in answer.headers.get("content-type", "") else None
+        return content if isinstance(content, dict) else {}
 
 
 # -- the engines -------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def main() -> None:
             prompt = [token % vocabulary for token in PROMPTS[0]]
         for engine in options.engines:
             for mode in options.modes:
-                if (engine, mode) != ("reference", "stock"):  # it has no sleep of its own
+                if (engine, mode) != ("reference", "stock"):  # it has no separate sleep
                     run(engine, mode, Path(folder), prompt, options)
     page = to_markdown(parts_in(options.out))
     (options.out / "wake-up.md").write_text(page)

@@ -249,7 +249,7 @@ def report(check: Check, kinds: Counter[str], whole_s: float) -> None:
     for verb, seconds in check.seconds.items():
         print(f"  {verb:20} {len(seconds):4} calls, median {median(seconds):.2f} s, slowest {max(seconds):.2f} s")
     for kind, count in check.failures.items():
-        print(f"  failure told: {kind:20} {count:4} times")
+        print(f"  failure reported: {kind:20} {count:4} times")
     print(f"  half done, tokens unequal, or trainer without memory: {len(check.wrong)}")
 
 

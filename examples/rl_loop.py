@@ -1,9 +1,9 @@
 """Reinforcement learning with engine and trainer on one device that has not room for both.
 
-    python examples/rl_loop.py                       starts an engine of its own
+    python examples/rl_loop.py                       starts a separate engine
     python examples/rl_loop.py --url URL --model DIR  uses a running `memsaver serve --model DIR`
 
-Each step: rollout, release everything, train in the freed memory in a process of its own, resume the weights, overwrite
+Each step: rollout, release everything, train in the freed memory in a separate process, resume the weights, overwrite
 them, resume the rest. Without a GPU the two compete for one host device (MEMSAVER_HOST_DEVICE), out-of-memory included.
 The reward is the share of even token ids: nobody's goal, but it can be learned in a few steps.
 """

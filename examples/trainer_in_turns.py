@@ -1,6 +1,6 @@
 """Reinforcement learning with a trainer that stays alive: engine and trainer give the device to each other in turns.
 
-    python examples/trainer_in_turns.py                       starts an engine of its own
+    python examples/trainer_in_turns.py                       starts a separate engine
     python examples/trainer_in_turns.py --url URL --model DIR  uses a running `memsaver serve --model DIR`
 
 The engine is released and resumed over HTTP, as in rl_loop.py. The trainer pauses its parameters and optimizer state by

@@ -1,4 +1,4 @@
-"""Finding what a program holds, and moving it under tags with every other tensor that shares the memory."""
+"""Finds the tensors that a program holds, and moves them under tags with all tensors that share their memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         for part in (getattr(tensor, name) for name in names):
-            if isinstance(part, Tensor):  # a DTensor names its mesh, too
+            if isinstance(part, Tensor):  # the attributes of a DTensor include its device mesh
                 yield from parts(part)
     else:
         yield tensor
@@ -63,7 +63,7 @@ def tags_of(tensors: Iterable[Tensor]) -> dict[torch.UntypedStorage, str]:
 def adopt_shared(tagged: Iterable[tuple[Tensor, str, PolicyLike | None]]) -> list[Tensor]:
     """Move each tensor under its tag and policy; return those of a kind that cannot be moved.
 
-    The first of those that share memory decides for all of them. Every other tensor of the process that shares the
+    Of tensors that share memory the first one decides. Every other tensor of the process that shares the
     memory, for example in a state dict, moves along. What is under a tag already stays, and so does host memory if
     memsaver manages a device's. After an error (the device may lack room for a copy of what moves at once) some tensors
     have moved; each has its content, and the call can be repeated.
@@ -97,8 +97,8 @@ def adopt_shared(tagged: Iterable[tuple[Tensor, str, PolicyLike | None]]) -> lis
 
 
 def all_tensors() -> list[Tensor]:
-    """Return the tensors of this process that Python's collector knows. Those that ``gc.freeze()`` has hidden are among
-    them, and all stay unfrozen: to freeze again would also hide what becomes garbage later."""
+    """Return the tensors of this process that Python's collector knows. Undoes ``gc.freeze()``, and does not repeat it:
+    that would also hide what becomes garbage later."""
     gc.unfreeze()
     return objects_of(Tensor)
 

@@ -11,7 +11,14 @@ import torch
 from memsaver_core import _native, communicators, disk, hibernation, library_caches, process
 from memsaver_core.contract.errors import OutOfDeviceMemoryError, UnknownTagError, UnsupportedError
 from memsaver_core.contract.phases import Phase
-from memsaver_core.contract.policies import WELL_KNOWN_TAGS, PolicyLike, keeps_any, parse_policy, policy_for
+from memsaver_core.contract.policies import (
+    COMMUNICATORS,
+    WELL_KNOWN_TAGS,
+    PolicyLike,
+    keeps_any,
+    parse_policy,
+    policy_for,
+)
 from memsaver_core.contract.reports import OperationReport, TagReport
 from memsaver_core.contract.requests import MemoryRequest, Tagged, Verb
 from memsaver_core.contract.status import DeviceMemory, HostBackupStatus, Progress, Status, TagStatus
@@ -68,8 +75,9 @@ def release(
 
     Raises:
         UnknownTagError: before anything was done.
-        UnsupportedError: this process cannot be hibernated, or backups in host memory would free nothing because a
-            device has no memory but the host's; before anything was done.
+        UnsupportedError: this process cannot be hibernated; or backups in host memory of ``tags`` would free nothing,
+            because a device has no memory but the host's (a release of all tags leaves these resident, and fails only
+            if there are no others); before anything was done.
         ContextLostError: this process was hibernated and can never be woken again.
         OutOfHostMemoryError, DiskFullError: the backups would not fit; nothing was unmapped.
         MemsaverError: a driver call failed. All is resident again, unless content that is not kept was already gone or
@@ -81,7 +89,7 @@ def release(
 
 def release_with(request: MemoryRequest, *, log: PhaseLog | None = None) -> OperationReport:
     """As ``release``."""
-    names = check_tags(request.tags)
+    asked = names = check_tags(request.tags)
     overrides = {tag: policy.value for tag, policy in request.restore.items()}
     check_tags(list(overrides))
     if not process.enabled():
@@ -93,7 +101,13 @@ def release_with(request: MemoryRequest, *, log: PhaseLog | None = None) -> Oper
         return _report("release", names, {"tags": _tags_now(saver, names)}, log)
     if request.hibernate and (reasons := hibernation.obstacles()):
         raise UnsupportedError("this process cannot be hibernated: " + "; ".join(reasons) + "; nothing was released")
-    check_backups((tag for tag in status().tags if not names or tag.tag in names), overrides)
+    if left := tags_left_resident(status().tags, request):
+        names = [tag for tag in process.known_tags() if tag not in left]
+    if request.communicators == "suspend" and communicators.found():
+        raise UnsupportedError(
+            "NCCL suspends a communicator on all of its ranks together: call memsaver_core.communicators.suspend() in "
+            "the process of each; nothing was released"
+        )
     if request.hibernate:
         hibernation.prepare()
     with log.phase(Phase.SYNCHRONIZE):
@@ -124,21 +138,24 @@ def release_with(request: MemoryRequest, *, log: PhaseLog | None = None) -> Oper
     if request.hibernate:
         with log.phase(Phase.HIBERNATE) as details:
             details.update(hibernation.hibernate())
-    return _report("release", names, result, log)
+    if left:
+        result["tags"] += [{**tag, "already": False} for tag in _tags_now(saver, list(left))]
+    return _report("release", asked, result, log)
 
 
-def check_backups(tags: Iterable[TagStatus], restore: Mapping[str, str]) -> None:
-    """Raise UnsupportedError if a release of ``tags`` would free nothing, because it keeps content in host memory and
-    the device has no other memory. Policies in ``restore`` override those of the tags."""
-    has_host_memory = process.backend().has_host_memory
-    for tag in tags:
-        if restore.get(tag.tag, tag.restore) not in ("host", "mixed"):
-            continue
-        if (index := next(filter(has_host_memory, tag.mapped_by_device), None)) is not None:
-            raise UnsupportedError(
-                f"device {index} has no memory but the host's, so a backup of {tag.tag!r} in host memory would free "
-                "nothing; release it with the policy 'file' or 'discard'; nothing was released"
-            )
+def tags_left_resident(tags: Iterable[TagStatus], request: MemoryRequest) -> frozenset[str]:
+    """Return those of ``tags``, all that there are, that the release leaves resident: it would keep their content in
+    host memory, and their device has no other memory. Raises UnsupportedError if the request names one of them, or
+    nothing else could be released."""
+    there = [tag for tag in tags if tag.bytes and tag.tag != COMMUNICATORS and request.concerns(tag.tag)]
+    in_host = (tag for tag in there if request.restore.get(tag.tag, tag.restore) in ("host", "mixed"))
+    left = [tag.tag for tag in in_host if tag.integrated_bytes]
+    if left and (request.tags or len(left) == len(there)):
+        raise UnsupportedError(
+            f"the device has no memory but the host's, so a backup of {', '.join(map(repr, left))} in host memory "
+            "would free nothing; release it with the policy 'file' or 'discard'; nothing was released"
+        )
+    return frozenset(left)
 
 
 def resume(tags: Sequence[str] | None = None, *, log: PhaseLog | None = None) -> OperationReport:
@@ -222,7 +239,7 @@ def status() -> Status:
         driver=driver,
         state="failed" if lost else state if now["state"] == "resident" else now["state"],
         failure=lost or now["failure"],
-        tags=(*(TagStatus(**tag) for tag in now["tags"]), *nccl_tags),
+        tags=(*map(_tag_status, now["tags"]), *nccl_tags),
         host_backup=HostBackupStatus(**now["host_backup"]),
         progress=Progress(operation=now["operation"], seconds=now["operation_seconds"], **figures),
         hibernated=hibernation.is_hibernated(),
@@ -239,6 +256,12 @@ def with_room(take: Callable[[], _T]) -> _T:
         if not process.backend().make_room():
             raise
         return take()
+
+
+def _tag_status(tag: dict[str, Any]) -> TagStatus:
+    has_host_memory = process.backend().has_host_memory
+    integrated = sum(size for index, size in tag["mapped_by_device"].items() if has_host_memory(index))
+    return TagStatus(**tag, integrated_bytes=integrated)
 
 
 def _tags_now(saver: _native.Saver, names: list[str]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""How the ranks of an engine reach each other: Unix sockets between their processes, and calls that wait for others."""
+"""How the ranks of an engine reach each other: Unix sockets between their processes, and futures of blocking calls."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def path_in(folder: str) -> str:
 
 
 class Listener:
-    """Takes the connections of ranks ``first`` to ``ranks - 1``, at a socket that only this user can reach. Its
-    ``path`` is to be given to the ranks; ``ranks`` may be set until ``accept``."""
+    """Takes the connections of ranks ``first`` to ``ranks - 1``, at a socket that only this user can reach. Give
+    its ``path`` to the ranks; ``ranks`` may be assigned until ``accept`` is called."""
 
     def __init__(self, ranks: int = 0, first: int = 1, folder: str = "") -> None:
         """``folder`` is made, and must not exist; without it, one with a new name is made."""
@@ -74,7 +74,7 @@ class Listener:
         with connection.makefile("rb", buffering=0) as said:
             number = said.readline()
         if not number.endswith(b"\n"):
-            raise MemsaverError("a rank closed its connection before it said its number; see its log")
+            raise MemsaverError("a rank closed its connection before it sent its rank number; see its log")
         connection.settimeout(None)
         return {int(number): connection}
 

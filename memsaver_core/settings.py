@@ -96,8 +96,8 @@ class CoreSettings(EnvironmentSettings):
     )
     pack: Literal["auto", "off"] = Field(
         "auto",
-        description="whether content is kept packed, losslessly; auto: what a sample finds to save an eighth, but not "
-        "the first 64 MiB of each tag, or 192 MiB of a tag of 1.3 GiB or more",
+        description="whether content is kept packed, losslessly; auto: content that a sample finds to save an "
+        "eighth, except the first 64 MiB of each tag, or 192 MiB of a tag of 1.3 GiB or more",
     )
     prepare_backup: bool = Field(True, description="pin memory for the first release in the background after load")
     communicators: Literal["auto", "keep", "off"] = Field(
@@ -115,7 +115,7 @@ class CoreSettings(EnvironmentSettings):
     @field_validator("file_dir")
     @classmethod
     def _check_folder(cls, folder: str) -> str:
-        """A default folder is not checked: perhaps no tag is kept in files."""
+        """The default is not checked: perhaps no tag is kept in files."""
         if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
             raise PydanticCustomError("folder", "must be a folder in which files can be made")
         return folder

@@ -16,7 +16,12 @@ if ("-m", "gpu") not in pairwise(sys.argv) and "tests/sglang" not in sys.argv:
 import pytest
 import torch
 
-from tests.hooks import pytest_configure, pytest_runtest_protocol, pytest_terminal_summary  # noqa: F401
+from tests.hooks import (  # noqa: F401
+    pytest_configure,
+    pytest_runtest_logreport,
+    pytest_runtest_protocol,
+    pytest_terminal_summary,
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

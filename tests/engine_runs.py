@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
@@ -23,22 +22,22 @@ ENGINES = {"vllm": "vllm", "sglang": "sglang", "tokenspeed": "tokenspeed", "flee
 OWN = "memsaver"
 
 
-def record(outcomes: Mapping[str, str]) -> None:
-    """Add the outcomes of tests, by their ids, to the folder that ``TESTS_RUNS`` names."""
-    ran = {test: outcome for test, outcome in outcomes.items() if outcome in ("passed", "failed")}
+def record(test: str, outcome: str) -> None:
+    """Add a test's outcome to the folder that ``TESTS_RUNS`` names; at once, because a run may be cut short."""
+    if outcome not in ("passed", "failed"):
+        return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    for engine in sorted({engine_of(test) for test in ran}):
-        about = {"engine": engine, "version": _version(engine), "torch": torch.__version__.split("+")[0]}
-        about["device"] = f"{torch.cuda.device_count()} x {device}" if torch.cuda.device_count() > 1 else device
-        name = re.sub(r"[^a-z0-9.]+", "-", "-".join(("tests", *about.values())).lower())
-        file = Path(os.environ["TESTS_RUNS"], f"{name}.json")
-        before = json.loads(file.read_text())["tests"] if file.exists() else {}
-        now = {test: outcome for test, outcome in ran.items() if engine_of(test) == engine}
-        date = datetime.now(timezone.utc).date().isoformat()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(
-            json.dumps({**about, "date": date, "tests": {**before, **now}}, indent=1, sort_keys=True) + "\n"
-        )
+    engine = engine_of(test)
+    about = {"engine": engine, "version": _version(engine), "torch": torch.__version__.split("+")[0]}
+    about["device"] = f"{torch.cuda.device_count()} x {device}" if torch.cuda.device_count() > 1 else device
+    name = re.sub(r"[^a-z0-9.]+", "-", "-".join(("tests", *about.values())).lower())
+    file = Path(os.environ["TESTS_RUNS"], f"{name}.json")
+    before = json.loads(file.read_text())["tests"] if file.exists() else {}
+    date = datetime.now(timezone.utc).date().isoformat()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(
+        json.dumps({**about, "date": date, "tests": {**before, test: outcome}}, indent=1, sort_keys=True) + "\n"
+    )
 
 
 def engine_of(test: str) -> str:

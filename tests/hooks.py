@@ -50,6 +50,11 @@ def _used_cpu_seconds() -> float:
     return sum(os.times()[:4]) + forks.cpu_seconds()
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "TESTS_RUNS" in os.environ and (report.when == "call" or report.failed):
+        engine_runs.record(report.nodeid, report.outcome)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Report what the tests took: to ``run``, or by folder."""
     outcomes = {
@@ -57,9 +62,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for outcome, reports in terminalreporter.stats.items()
         if outcome and outcome != "warnings"
     }
-    if "TESTS_RUNS" in os.environ:
-        reports = [each for kind in ("passed", "failed", "error") for each in terminalreporter.stats.get(kind, ())]
-        engine_runs.record({report.nodeid: report.outcome for report in reports})
     if "TESTS_RESULTS" in os.environ:
         results = {"outcomes": outcomes, "seconds": _cpu_seconds, "forks_cpu_seconds": forks.cpu_seconds()}
         Path(os.environ["TESTS_RESULTS"]).write_text(json.dumps(results))

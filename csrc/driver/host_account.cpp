@@ -85,14 +85,14 @@ class MEMSAVER_THREAD_ANNOTATION(scoped_lockable) HostAccount::Guard {
   const int file_;
 };
 
-// The named accounts of this process: closing any descriptor of a file would drop all record locks on it.
+// One account for each name in this process: closing any descriptor of a file drops all of its locks on the file.
 struct HostAccount::Registry {
   Mutex mutex;
   std::map<std::string, std::weak_ptr<HostAccount>> accounts GUARDED_BY(mutex);
 
   static Registry& instance() {
     static auto* const registry = new Registry;
-    // Destructors of what the interpreter holds do not run. Without this handler the file would stay, unused.
+    // The interpreter does not destroy its objects at exit. This handler deletes the file.
     static const int at_exit = std::atexit(leave_all);
     static_cast<void>(at_exit);
     return *registry;
@@ -137,7 +137,7 @@ std::shared_ptr<HostAccount> HostAccount::open(const std::string& name, std::siz
       known = account;
       return account;
     }
-    // Between our open and our lock the last process left and deleted the file: open the next one.
+    // The last process deleted the file between our open and our lock: open the next one.
     account->path_.clear();
   }
 }
@@ -200,7 +200,7 @@ void HostAccount::join(std::size_t capacity_bytes) {
   slot_ = free_slot;
 }
 
-// No longer counts what the process holds, and deletes the file if no other process uses it. Idempotent.
+// Frees the slot of this process, and deletes the file if no other process uses it. Idempotent.
 void HostAccount::leave() noexcept {
   if (path_.empty() || !own_ || slot_ < 0) return;
   try {

@@ -32,12 +32,12 @@ std::vector<Extent> live_extents(Address base, const Block& block, const std::ve
   return extents;
 }
 
-// Returns the room that is needed beyond what is owned already.
+// Returns how many of the `needed` bytes are not owned yet.
 std::size_t beyond(std::size_t needed, std::size_t owned) { return needed > owned ? needed - owned : 0; }
 
 }  // namespace
 
-// A release, a resume, or work of the same form: planned under the lock of the map, run without it. Owns the plan.
+// The base of release, resume, reserve and resize: plans with the map's lock held, runs without it. Owns the plan.
 class Saver::Operation {
  public:
   Operation(Saver& saver, Progress::Operation kind) : saver_(saver), kind_(kind) {}
@@ -81,7 +81,7 @@ class Saver::Operation {
   struct PlannedChunk {
     Arena* arena;
     Chunk chunk;  // resume: without a handle until it is acquired
-    // How its live ranges are restored: by the resume after this release, or by this resume. None: only by a resize.
+    // How this resume, or the one after this release, restores its live ranges. None: only a resize brings them back.
     std::optional<Restore> restore;
   };
 
@@ -172,9 +172,9 @@ class Saver::Operation {
   }
 
   // Throws out_of_device_memory if a device has too little free memory for the chunks to be mapped, or driver errors.
-  // The message says what the operation was `to` do, and the state `after` the error.
-  void check_room(const char* to, const char* after) {
-    for (const auto& [index, device] : devices_) saver_.stacks_.raise(index);
+  // `to` is the verb of its message, `after` the state that it leaves.
+  void check_room(const char* to, const std::string& after) {
+    for (const auto& [index, device] : devices_) saver_.stacks_.raise(index, after);
     std::map<int, std::size_t> reserved;
     if (kind_ == Progress::Operation::resume) reserved = saver_.physical_.reserved_by_device();
     for (const auto& [index, device] : devices_) {
@@ -185,7 +185,7 @@ class Saver::Operation {
       throw Error(ErrorKind::out_of_device_memory, std::string("the device has too little free memory to ") + to)
           .with_device(index)
           .with_memory(needed, memory.free_bytes)
-          .with_advice(std::string(after) + "; let other processes free memory and repeat");
+          .with_advice(after + "; let other processes free memory and repeat");
     }
   }
 
@@ -218,8 +218,8 @@ class Saver::Operation {
     device.freed_bytes += planned.chunk.bytes;
   }
 
-  // Restores what an operation that failed has taken from `chunks` of each device, so that the engine can go on. A
-  // failure is logged after `what`.
+  // Maps and restores those of `chunks` of each device that an operation that failed has dropped. If this fails, too,
+  // logs `what` and the error.
   void undo(const char* what, std::vector<PlannedChunk> Work::* chunks) REQUIRES(saver_.backups_.operation_mutex)
       EXCLUDES(saver_.map_.mutex) {
     if (!saver_.driver_->loss().empty()) return;
@@ -237,7 +237,7 @@ class Saver::Operation {
       restore(false);
     });
     if (undone) return;
-    // give_up_damaged() may only drop backups whose damage a resume has reported, and no resume has reported this one.
+    // give_up_damaged() drops only backups whose damage a resume has reported. This damage was not reported.
     for (auto& [index, device] : devices_) {
       for (const auto& content : device.blocks) content.block->damaged = false;
     }
@@ -590,7 +590,7 @@ class Saver::Resize final : public Operation {
     }
   }
 
-  // Divides an arena without memory into ranges that a resume brings back and ranges that only a resize does.
+  // Marks which ranges of an arena without memory the next resume maps, and which only a resize does.
   void divide(Arena& arena) REQUIRES(saver_.backups_.operation_mutex, saver_.map_.mutex) {
     const RangeSet used = used_of(arena);
     RangeSet unused;
@@ -632,7 +632,7 @@ class Saver::Resize final : public Operation {
   const double kept_;
 };
 
-// Samples resident content of policy `host` that has no backup yet. Moves nothing.
+// Estimates, by samples, the size of backups that resident content of policy `host` does not have yet. Moves nothing.
 class Saver::Expectation final : public Operation {
  public:
   explicit Expectation(Saver& saver) : Operation(saver, Progress::Operation::none) {}

@@ -72,7 +72,7 @@ int SharedBuffer::export_fd() {
 
 void SharedBuffer::release() {
   named([&]() REQUIRES(mutex_) {
-    if (content_) return unmap();  // what an earlier failure left
+    if (content_) return unmap();  // an earlier release failed and left it mapped
     driver_.synchronize(device_);
     auto content = std::make_unique<HostMapping>(sys::map(bytes_), bytes_);
     run([&](Stream stream) { driver_.copy_to_host(device_, content->data(), address(), bytes_, stream); });
@@ -86,7 +86,7 @@ void SharedBuffer::release() {
 void SharedBuffer::restore() {
   named([&]() REQUIRES(mutex_) {
     if (!content_) return;
-    // It is accessible if the undo of an earlier failure failed.
+    // It is accessible already if an earlier restore failed and could not be undone.
     if (!range_->accessible()) map([&] { return driver_.create(device_, bytes_, true); });
     Cleanup undo([&] { unmap(); });
     run([&](Stream stream)

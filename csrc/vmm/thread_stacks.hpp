@@ -35,16 +35,16 @@ class ThreadStacks {
       }
     });
   }
-  // Raises the limit of a device to what it was. Throws driver errors: the limit is as before the call.
-  void raise(int device) EXCLUDES(mutex_) {
+  // Raises the limit of a device to what it was. Throws driver errors: the limit is as before the call. `after` is the
+  // state that such an error leaves.
+  void raise(int device, const std::string& after) EXCLUDES(mutex_) {
     const Lock lock(mutex_);
     const auto found = limits_.find(device);
     if (found == limits_.end()) return;
     try {
       if (driver_.stack_limit(device) < found->second) driver_.set_stack_limit(device, found->second);
     } catch (Error& error) {
-      throw error.with_device(device).with_advice(
-          "everything stays released with its backup; let other processes free memory and repeat");
+      throw error.with_device(device).with_advice(after + "; let other processes free memory and repeat");
     }
     limits_.erase(found);
   }

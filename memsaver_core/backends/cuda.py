@@ -229,7 +229,7 @@ class CudaBackend(Backend):
         return DeviceMemory(index=index, uuid=uuid, name=name, total_bytes=total, used_bytes=used, process_bytes=own)
 
     def has_host_memory(self, index: int) -> bool:
-        return bool(torch.cuda.get_device_properties(index).is_integrated)
+        return _is_integrated(index)
 
     def read_torch_memory(self, saver: _native.Saver | None, index: int) -> TorchMemory:
         if not torch.cuda.is_initialized():
@@ -283,6 +283,11 @@ class _Part:
         self.__cuda_array_interface__ = {
             "shape": (nbytes,), "typestr": "|u1", "data": (buffer.address + offset, False), "version": 2
         }  # fmt: skip
+
+
+@lru_cache
+def _is_integrated(index: int) -> bool:
+    return bool(torch.cuda.get_device_properties(index).is_integrated)
 
 
 @lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.phases import OperationName
-from memsaver_core.contract.status import KvCacheAnswer, PreparedState
+from memsaver_core.contract.status import HeldVersion, KvCacheAnswer, PreparedState
 
 #: The statuses of an operation. ``draining``, ``waiting``, ``moving`` and ``finishing`` are all ``running`` to callers.
 OperationStatus = Literal["queued", "running", "prepared", "succeeded", "failed", "cancelled"]
@@ -107,6 +107,7 @@ class OperationAnswer(OperationReport):
     message: str
     operation_id: str
     state: str
+    weights_version: HeldVersion = None
     coordinator: str = Field(
         default="", description="The coordinator of a fleet that holds this memory; absent if it is the caller."
     )
@@ -276,3 +277,9 @@ class MessageAnswer(Model):
     message: str
     status: Literal["ok"] = "ok"
     ignored: Ignored = ()
+
+
+class WrittenAnswer(MessageAnswer):
+    """What the weights are after an update, or after other content was written."""
+
+    weights_version: HeldVersion = None

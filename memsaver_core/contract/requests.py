@@ -39,6 +39,8 @@ SCHEDULING = "scheduling"
 
 #: How long an operation stays prepared without its commit, if its caller does not say, seconds.
 DEFAULT_LEASE_S = 30.0
+#: Deadline of a drain that a fleet asks for, seconds, if its caller names none.
+FLEET_TIMEOUT_S = 60.0
 #: How long a fleet's coordinator waits for an engine that does not answer by default, seconds.
 DEFAULT_SILENCE_S = 10.0
 
@@ -108,7 +110,8 @@ class MemoryRequest(Tagged):
         default=False, description="Release the CUDA context last; any resume restores it."
     )
     communicators: Annotated[Literal["suspend", "keep"] | None, Acts("core", lasting=True)] = Field(
-        default=None, description="Suspend what NCCL holds, or keep it, which is faster; see MEMSAVER_COMMUNICATORS."
+        default=None,
+        description="suspend: NCCL's memory goes, too; keep: it stays, which is faster. See MEMSAVER_COMMUNICATORS.",
     )
 
     @model_validator(mode="after")
@@ -175,7 +178,8 @@ class OnTags(_Operation, Tagged):
         default=None, description="The tokens of a fixed prompt must be the same before and after."
     )
     prepare: Annotated[bool, Acts("service", fleet=_PREPARED_BY_FLEET)] = Field(
-        default=False, description="Do all but moving memory, answer, and wait for the commit or the lease's end."
+        default=False,
+        description="Do everything except moving memory, answer, and wait for the commit or the lease's end.",
     )
     lease_s: Annotated[float, Field(gt=0, le=3600), _IsNumber, Acts("caller", fleet=_PREPARED_BY_FLEET)] = Field(
         default=DEFAULT_LEASE_S,
@@ -209,7 +213,8 @@ class Release(MemoryRequest, OnTags):
     operation: ClassVar[Verb] = "release"
 
     timeout_s: Annotated[Seconds | None, Acts("service", waits_in=Phase.DRAIN)] = Field(
-        default=None, description="Deadline of the drain; by default MEMSAVER_DRAIN_TIMEOUT_S, for a fleet 60."
+        default=None,
+        description=f"Deadline of the drain; by default MEMSAVER_DRAIN_TIMEOUT_S, for a fleet {FLEET_TIMEOUT_S:g}.",
     )
     mode: Annotated[DrainMode, Acts("service", lasting=True)] = Field(
         default="wait", description="Requests in flight: wait for them, abort them, or keep (freeze) them."
@@ -361,7 +366,7 @@ class OfFleet(Selected, _Operation):
     """What may be asked of every operation of a fleet."""
 
     fleet_mode: Annotated[FleetMode, Acts("service", fleet="own")] = Field(
-        default="all", description="All engines or none; or each by itself (best_effort)."
+        default="all", description="all: every engine or none; best_effort: each by itself."
     )
     operation_id: Annotated[OperationId | None, Acts("caller", fleet="own")] = Field(
         default=None, description="The id of the operation; a repeat carries out only what has failed."
@@ -398,7 +403,7 @@ class FleetResume(Resume, OfFleet):
     """A resume of the selected engines of a fleet."""
 
     timeout_s: Annotated[Seconds | None, Acts("service", fleet="own")] = Field(
-        default=None, description="How long an engine may take to prepare, beside its wait for memory."
+        default=None, description="How long an engine may take to prepare, not counting its wait for memory."
     )
 
 

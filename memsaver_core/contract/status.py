@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from memsaver_core.contract.model import Model
 from memsaver_core.contract.phases import Verb
+
+HeldVersion = Annotated[str | None, Field(description="Named by the last update; null if none, and for a fleet.")]
 
 
 class DeviceMemory(Model):
@@ -91,6 +93,7 @@ class TagStatus(TagOccupation):
     mapped_by_device: Mapping[int, int] = {}  # mapped bytes, retained too, by device index
     bytes_by_device: Mapping[int, int] = {}  # live bytes, mapped or not, by device index
     shrunk_by_device: Mapping[int, int] = {}  # live bytes that a resize gave back, by device index
+    integrated_bytes: int = 0  # mapped bytes on devices that have no memory but the host's
     expected_bytes: int = 0  # host memory that a backup of what is resident is expected to take besides; 0 while busy
     expected_file_bytes: int = 0  # likewise, of space in files if its policy is ``file``
 
@@ -244,9 +247,7 @@ class OccupationAnswer(Model):
     state: str
     hibernated: bool
     engine: str
-    weights_version: str | None = Field(
-        default=None, description="The version named by the last update of the weights; null if none, and for a fleet."
-    )
+    weights_version: HeldVersion = None
     engine_id: str = Field(default="", description="The service's id: two addresses with the same id are one engine.")
     model: str = Field(default="", description="What the engine serves; empty if it does not say.")
     admission: AdmissionStatus

@@ -14,7 +14,7 @@ from memsaver_core.contract.reports import DeviceRoom, DiskRoom, PlannedTag, Roo
 from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_core.contract.status import DeviceMemory, Status, TagStatus
 from memsaver_core.ranks.protocol import Plan
-from memsaver_core.release_resume import check_backups
+from memsaver_core.release_resume import tags_left_resident
 
 
 def reserve(request: Tagged) -> None:
@@ -28,8 +28,8 @@ def plan_release(request: MemoryRequest, *, exact: bool = False, reserve_disk: b
     backups until the release, or ``give_back_reserved``. Raises ContextLostError; OutOfHostMemoryError, DiskFullError
     or UnsupportedError as the release itself would."""
     tags, status = _look(request.tags)
-    check_backups(tags, request.restore)
-    host, file = backup_rooms([planned_release(tag, request) for tag in tags], status)
+    left = tags_left_resident(tags, request)
+    host, file = backup_rooms([planned_release(tag, request) for tag in tags if tag.tag not in left], status)
     most = most_for(host, status)
     needed = _to_fit(host.needed_bytes, 0 if exact else most)
     if needed > most:

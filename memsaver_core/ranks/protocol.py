@@ -16,7 +16,7 @@ from memsaver_core.contract.requests import MemoryRequest, Verb
 from memsaver_core.contract.status import CommunicatorStatus, DeviceMemory, Status
 
 #: Raised with every change of a message; the service and all ranks must have the same.
-VERSION = 8
+VERSION = 9
 
 #: A message as plain data.
 Plain = dict[str, Any]

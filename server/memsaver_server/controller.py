@@ -100,6 +100,7 @@ class Models:
     selected: type[Fields] = Fields
     done: Any = reports.OperationAnswer | reports.PlanAnswer | reports.PreparedAnswer
     message: type[Model] = reports.MessageAnswer
+    written: type[Model] = reports.WrittenAnswer
     occupation: type[Model] = OccupationAnswer
     operation: type[Model] = reports.OperationStatusAnswer
     operations: type[Model] = reports.OperationsAnswer
@@ -254,8 +255,8 @@ class Controller(Protocol[OperationT]):
     async def flush(self, selected: Fields) -> Answer:
         """Forget cached prefixes."""
 
-    async def written(self, selected: Fields, tags: Sequence[str]) -> Answer:
-        """Note that the caller has written the content of ``tags`` (none: of all that lost it)."""
+    async def written(self, selected: Fields, tags: Sequence[str], version: str | None) -> Answer:
+        """Note that the caller has written the content of ``tags`` (none: all that is lost), weights of ``version``."""
 
     async def generate(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Serve one request for tokens; only with the capability."""

@@ -1,6 +1,8 @@
 """Log output that never blocks the threads that log: a separate thread writes what waits in a bounded queue.
 
-If nobody reads the pipe, the disk is full or the file system hangs, lines are lost, and counted.
+If nobody reads the pipe, the disk is full or the file system hangs, lines are lost, and counted. The standard library's
+``QueueListener`` does not do: its thread ends with an error of a handler, a forked child has none, and its ``stop``
+waits without a limit.
 """
 
 from __future__ import annotations

@@ -143,24 +143,24 @@ class LightMemory:
     def check_tags(self, tags: Sequence[str] | None) -> list[str]:
         return [self._short(tag) for tag in LOCAL_MEMORY.check_tags(self._long(tags or ()))]
 
-    def check_release(self, options: MemoryRequest) -> None:
+    def check_release(self, request: MemoryRequest) -> None:
         self._reach("check_release")
-        LOCAL_MEMORY.check_release(self._own(options))
+        LOCAL_MEMORY.check_release(self._own(request))
 
-    def release(self, options: MemoryRequest, *, log: PhaseLog | None = None) -> OperationReport:
+    def release(self, request: MemoryRequest, *, log: PhaseLog | None = None) -> OperationReport:
         self._reach("release")
-        return self._named(LOCAL_MEMORY.release(self._own(options), log=log))
+        return self._named(LOCAL_MEMORY.release(self._own(request), log=log))
 
-    def reserve(self, options: Tagged) -> Any:
+    def reserve(self, request: Tagged) -> Any:
         self._reach("reserve")
-        return LOCAL_MEMORY.reserve(self._own(options))
+        return LOCAL_MEMORY.reserve(self._own(request))
 
     def give_back_reserved(self, *arguments: Any) -> None:
         LOCAL_MEMORY.give_back_reserved(*arguments)
 
-    def resume(self, options: Tagged, *, log: PhaseLog | None = None) -> OperationReport:
+    def resume(self, request: Tagged, *, log: PhaseLog | None = None) -> OperationReport:
         self._reach("resume")
-        return self._named(LOCAL_MEMORY.resume(self._own(options), log=log))
+        return self._named(LOCAL_MEMORY.resume(self._own(request), log=log))
 
     def status(self) -> Status:
         status = LOCAL_MEMORY.status()
@@ -181,12 +181,12 @@ class LightMemory:
             self._ended = str(error) if self._ends else ""
             raise error
 
-    def _own(self, options: Any) -> Any:
-        tags = self._long(options.tags or self.names)
-        if isinstance(options, MemoryRequest):
-            restore = {f"{self._prefix}{tag}": policy for tag, policy in options.restore.items()}
-            return options.model_copy(update={"tags": tags, "restore": restore})
-        return options.model_copy(update={"tags": tags})
+    def _own(self, request: Any) -> Any:
+        tags = self._long(request.tags or self.names)
+        if isinstance(request, MemoryRequest):
+            restore = {f"{self._prefix}{tag}": policy for tag, policy in request.restore.items()}
+            return request.model_copy(update={"tags": tags, "restore": restore})
+        return request.model_copy(update={"tags": tags})
 
     def _renamed(self, tag: Any) -> Any:
         return tag.model_copy(update={"tag": self._short(tag.tag)})

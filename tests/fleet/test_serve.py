@@ -212,6 +212,19 @@ def test_slime_miles_and_nemo_rl() -> None:
         attachment.close()
 
 
+def test_the_version_of_weights_is_named_at_every_engine() -> None:
+    engines = [Trained(name) for name in ("vllm-1", "vllm-2")]
+    attachments = [attach(engine, settings=Settings()) for engine in engines]
+    with served([Member(engine.name, each.url) for engine, each in zip(engines, attachments, strict=True)]) as fleet:
+        post(fleet, "/release_memory_occupation")
+        post(fleet, "/content_written", {"weights_version": "step-1"})
+        assert fleet.post("/resume_memory_occupation", json={"weights_version": "step-2"}).status_code == 409
+        post(fleet, "/resume_memory_occupation", {"weights_version": "step-1"})
+        assert all(any(engine.resident()) for engine in engines)
+    for attachment in attachments:
+        attachment.close()
+
+
 def test_weights_in_a_body_go_to_the_engines_that_it_selects() -> None:
     engines = {name: Trained(name) for name in ("tensors-1", "tensors-2", "tensors-3")}
     with ExitStack() as stack:

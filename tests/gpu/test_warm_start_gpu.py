@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import uuid
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import torch
 import memsaver_core as ms
 from memsaver_server.client import Client
 from tests.e2e.serving import serving
+from tests.e2e.test_warm_start import damage
 from tests.gpu import test_sglang_gpu, vllm_server
 from tests.gpu.children import ON_CUDA
 from tests.programs import Child
@@ -33,6 +35,8 @@ pytestmark = [
 ]
 
 GIB = 1 << 30
+#: Of vLLM and SGLang.
+FROM_STORE = ("--load-format", "memsaver")
 
 #: An engine with 2 GiB of weights of many sizes; does what it is told, and answers with a line of JSON.
 ENGINE = """
@@ -147,14 +151,16 @@ def test_the_reference_engine_gives_equal_tokens(store: str) -> None:
 @pytest.mark.guards("the process that had written a shared backup died")
 def test_vllm_gives_equal_tokens(store: str, model: Path, tmp_path: Path) -> None:
     """With its load format ``memsaver``, after all its processes were killed while its memory was resident, released,
-    and coming back."""
+    and coming back. After the first start the checkpoint has other weights, which a start from the store does not
+    read."""
     psutil = pytest.importorskip("psutil")
     answers, log = [], tmp_path / "log"
-    arguments = (model, log, "--load-format", "memsaver", "--enforce-eager")
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    arguments = (folder, log, "--enforce-eager")
     for state in ("resident", "released", "resuming", "resident"):
         with (
             ThreadPoolExecutor(1) as pool,
-            vllm_server.serving(*arguments, MEMSAVER_SHARED_BACKUPS=store) as (client, process),
+            vllm_server.serving(*arguments, *FROM_STORE, MEMSAVER_SHARED_BACKUPS=store) as (client, process),
         ):
             answers.append(vllm_server.completions(client))
             assert ("were loaded in the ordinary way" in log.read_text()) == (len(answers) == 1)
@@ -175,7 +181,11 @@ def test_vllm_gives_equal_tokens(store: str, model: Path, tmp_path: Path) -> Non
                 with suppress(psutil.NoSuchProcess):
                     each.kill()
             waking.result()
+        if len(answers) == 1:
+            damage(folder)
     assert answers == answers[:1] * len(answers)
+    with vllm_server.serving(*arguments) as (client, _):  # without the store the damage shows
+        assert vllm_server.completions(client) != answers[0]
 
 
 def fail_to_wake_up(client: httpx.Client) -> None:
@@ -190,9 +200,7 @@ def test_sglang_gives_equal_tokens(store: str, tmp_path: Path) -> None:
     model = checkpoint.write(tmp_path / "model", config=test_sglang_gpu.DENSE)
     answers = []
     for _ in range(2):
-        server = test_sglang_gpu.GpuServer(
-            model, tmp_path / "log", "--load-format", "memsaver", MEMSAVER_SHARED_BACKUPS=store
-        )
+        server = test_sglang_gpu.GpuServer(model, tmp_path / "log", *FROM_STORE, MEMSAVER_SHARED_BACKUPS=store)
         try:
             server.wait_until_up()
             assert ("loaded in the ordinary way" in server.output()) == (not answers)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import torch
@@ -18,7 +19,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from memsaver_server import Settings, attach, create_app
 from memsaver_server.app import create_fleet_app
 from memsaver_server.attachment import serve_app
-from memsaver_server.fleet import AsyncFleet, Member, Record, StaticMembership
+from memsaver_server.fleet import AsyncFleet, Member, Record, StaticMembership, connection, observer
 from memsaver_server.fleet.turns.options import ModelOptions, TurnOptions
 from tests.fleet.light_engine import LightEngine
 from tests.waiting import wait_until
@@ -27,7 +28,7 @@ from . import engines
 from .engines import VerifiedEngine, memory, state_of
 from .scenario import Scenario
 
-#: As long as no recording takes: no engine counts as silent.
+#: As long as no recording takes: no engine counts as silent, and each answer has what the engines are now.
 SILENCE_S = 600.0
 KIB = 1 << 10
 
@@ -47,6 +48,8 @@ def _served(members: Iterable[Member], record: Record | None = None, **settings:
     app = partial(create_fleet_app, fleet, ours, turns=TurnOptions({"*": ModelOptions(awake_s=0)}))
     headers = {"Authorization": f"Bearer {settings['api_key']}"} if "api_key" in settings else {}
     with (
+        patch.object(connection, "QUIET_S", SILENCE_S),
+        patch.object(observer, "GLANCE_S", SILENCE_S),
         serve_app(app, ours) as attachment,
         httpx.Client(base_url=attachment.url, timeout=600, verify=False, headers=headers) as http,
     ):

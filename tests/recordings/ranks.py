@@ -95,7 +95,7 @@ def _answers() -> Iterator[protocol.Answer]:
     delta = _of(DeviceDelta, 0, "GPU-0", 5, 4, -1)
     metered = _of(MeteredDelta, 0, "GPU-0", 5, 4, -1, "a device", 6, 3)
     store = _of(SharedStoreStatus, "store", 1, 2, 3, 4, 5, 6)
-    tag = ("weights", "host", "released", "lost", 8, 0, 8, 9, 1, 7, 6, 2, 3, {0: 1}, {0: 8}, {0: 9}, 5, 4)
+    tag = ("weights", "host", "released", "lost", 8, 0, 8, 9, 1, 7, 6, 2, 3, {0: 1}, {0: 8}, {0: 9}, 1, 5, 4)
     status = Status(
         enabled=True,
         driver="cuda",

@@ -20,8 +20,8 @@ TESTS = ROOT / "tests"
 PAGE = ROOT / "docs" / "reliability.md"
 RECORD = ROOT / "benchmarks" / "results" / "reliability.json"
 MEASURED = (
-    *("every_call", "state_machine", "deaths", "kills", "described_requests", "bad_requests", "fuzz", "soak"),
-    "compute_sanitizer",
+    *("every_call", "state_machine", "deaths", "kills", "kills_in_a_store", "keeper_kills", "keeper_cycles"),
+    *("described_requests", "bad_requests", "fuzz", "soak", "compute_sanitizer"),
 )
 
 QUANTITIES = {

@@ -68,7 +68,7 @@ def turns(result: Result) -> str:
 
 
 def deaths(result: Result) -> str:
-    slowest = max(ms for each in result["rows"] for ms in each["told_ms"].values())
+    slowest = max(ms for each in result["rows"] for ms in each["reported_ms"].values())
     return f"reported within {slowest:.0f} ms in {len(result['rows'])} states"
 
 

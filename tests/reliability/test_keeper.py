@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
+import operator
 import os
 import random
+import select
 import signal
 import struct
 import subprocess
 import sys
+import time
 import uuid
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -21,13 +27,16 @@ from memsaver_core.manifests import SharedStore, kept_in
 from tests import forks
 from tests.amount import amount
 from tests.native import injection
+from tests.native.build import built
 from tests.programs import Ordered
+from tests.reliability.figures import keep
 from tests.reliability.warm_engine import ELEMENTS
 from tests.waiting import wait_until
 
 MEMSAVER = [sys.executable, "-m", "memsaver_server.cli"]
 WEIGHTS = 3 * ELEMENTS * 4  # bytes of one engine's weights, about
 CYCLES = amount(3, long=1000)
+EVERY = amount(36, long=1)  # at which system calls a keeper is killed
 
 
 class Engine(Ordered):
@@ -299,26 +308,152 @@ def test_a_keeper_is_small_and_ends_with_its_store(store: str, running: list[Any
     assert "no process of this user has" in failed.stderr
 
 
+@cache
+def program() -> str:
+    """What ``memsaver store keep`` runs, which starts in milliseconds."""
+    keeper = Keeper(f"test-{uuid.uuid4().hex[:12]}")
+    path = os.readlink(f"/proc/{keeper.process.pid}/exe")
+    assert keeper.end(signal.SIGKILL) == -signal.SIGKILL
+    return path
+
+
+class Program:
+    """The keeper's program, held before or after its nth system call; 0: not held."""
+
+    def __init__(self, store: str, nth: int = 0, after: bool = False) -> None:
+        self.report, report_to = os.pipe()
+        environment = {
+            "LD_PRELOAD": str(built("standstill") / "libstandstill.so"),
+            "STAND_STILL_AT": f"{nth} {after:d} {report_to}",
+        }
+        self.process = subprocess.Popen(
+            [program(), store, str(1 << 30), str(1 << 30)],
+            stdout=subprocess.PIPE,
+            env=os.environ | environment,
+            pass_fds=[report_to],
+        )
+        os.close(report_to)
+
+    def held_before(self, other: IO[Any] | None = None) -> str:
+        """Wait until it is held, has ended, or ``other`` can be read. Return the call at which it is held, if any."""
+        ready, _, _ = select.select([self.report, *filter(None, [other])], [], [])
+        return os.read(self.report, 100).decode() if self.report in ready else ""
+
+    def end(self, how: int) -> None:
+        self.process.send_signal(how)
+        self.process.communicate(timeout=600)
+        assert self.process.returncode == (-how if how == signal.SIGKILL else 0)
+        os.close(self.report)
+
+
+def sockets_of(store: str) -> list[str]:
+    """The names that processes of the store have."""
+    prefix = f"memsaver-backups/{os.geteuid()}/{store}/"
+    return [line for line in Path("/proc/net/unix").read_text().splitlines() if prefix in line]
+
+
+def left_in(engine: Engine) -> tuple[int, int, int, int]:
+    """What must not grow: processes of the store, its memory in use and in all, open files of an engine."""
+    status = engine.does("status")
+    files = os.listdir(f"/proc/{engine.process.pid}/fd")
+    return status["processes"], status["used_bytes"], status["total_bytes"], len(files)
+
+
+def killed_alone(store: str, nth: int, after: bool) -> str:
+    """Kill the first process of a store at the nth of its system calls, before it keeps. Return where, if it got
+    there."""
+    keeper = Program(store, nth, after)
+    call = keeper.held_before(keeper.process.stdout)
+    keeper.end(signal.SIGKILL)
+    successor = Program(store)
+    assert successor.process.stdout is not None
+    assert successor.process.stdout.readline().startswith(b"keeping weights")
+    successor.end(signal.SIGTERM)
+    assert sockets_of(store) == []
+    return f"create, {call}" if call else ""
+
+
+def killed_beside(engine: Engine, sums: list[float], store: str, nth: int, after: bool) -> str:
+    """Kill a keeper at the nth system call of its life, in which another engine gives weights to the store. Return
+    where, if it got there."""
+    before = left_in(engine)
+    keeper = Program(store, nth, after)
+    others: list[Engine] = []
+    operation, call = "join", keeper.held_before(keeper.process.stdout)
+    if not call:
+        others.append(Engine(store))
+        others[0].tell("load", {"model": "another", "seed": 2})
+        operation, call = "keep", keeper.held_before(others[0].process.stdout)
+    if not call:
+        keeper.process.terminate()
+        operation, call = "end", keeper.held_before()
+    engine.tell("release")
+    keeper.end(signal.SIGKILL if call else signal.SIGTERM)
+    assert engine.answer()["unchanged_bytes"] > WEIGHTS
+    assert engine.does("resume") == sums
+    for each in others:
+        assert each.answer()[1] == 1
+        each.kill()
+    successor = Program(store)
+    wait_until(lambda: is_held(store))
+    successor.end(signal.SIGTERM)
+    wait_until(lambda: all(map(operator.le, left_in(engine), before)))
+    return f"{operation}, {call}" if call else ""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)  # it may have to build the library
+@pytest.mark.guards("the process that had written a shared backup died")
+def test_keepers_are_killed_before_and_after_each_system_call(store: str, running: list[Any]) -> None:
+    """The engine's operations succeed, the next keeper holds everything, and nothing is left of either."""
+    start = time.monotonic()
+    kills: Counter[str] = Counter()
+    first = itertools.cycle(range(1, EVERY + 1))
+
+    def kill_everywhere(killed: Callable[[int, bool], str]) -> None:
+        for after in (False, True):
+            places = itertools.count(next(first), EVERY)
+            while place := killed(next(places), after):
+                kills[place] += 1
+
+    kill_everywhere(partial(killed_alone, store))
+    engine = Engine(store)
+    running.append(engine)
+    kill_everywhere(partial(killed_beside, engine, engine.load()[2], store))
+    engine.end()
+    assert sockets_of(store) == []
+    figures = {
+        "kills": sum(kills.values()),
+        "seconds": round(time.monotonic() - start, 1),
+        "by_place": dict(sorted(kills.items())),
+    }
+    keep("keeper_kills", figures)
+    assert figures["kills"] > amount(6, long=300)
+    if amount(0, long=1):
+        assert {place.split(",")[0] for place in kills} == {"create", "join", "keep", "end"}
+
+
 @pytest.mark.long
 @pytest.mark.guards("the process that had written a shared backup died")
 def test_keepers_are_killed_at_any_moment(store: str, running: list[Any]) -> None:
     """Engines go on with their content, and the next keeper has what they gave. Nothing grows."""
+    start = time.monotonic()
     engine = Engine(store)
     running.append(engine)
     sums = engine.load()[2]
+    before = left_in(engine)
+    with_a_dead_one = (before[0] + 1, *before[1:])  # the next member that joins takes it out
     numbers = random.Random(CYCLES)
-    running.append(Keeper(store))
-    program = os.readlink(f"/proc/{running[-1].process.pid}/exe")
-    assert running.pop().end(signal.SIGKILL) == -signal.SIGKILL
     for _ in range(CYCLES):
-        killed = subprocess.Popen([program, store, str(1 << 30), str(1 << 30)], stdout=subprocess.DEVNULL)
+        killed = subprocess.Popen([program(), store, str(1 << 30), str(1 << 30)], stdout=subprocess.DEVNULL)
         for _ in range(numbers.randrange(5)):
             assert engine.does("release")["unchanged_bytes"] > WEIGHTS
             assert engine.does("resume") == sums
         killed.kill()
         killed.wait()
-        status = engine.does("status")
-        assert status["used_bytes"] < 1.2 * WEIGHTS
+        wait_until(lambda: all(map(operator.le, left_in(engine), with_a_dead_one)))
+    wait_until(lambda: all(map(operator.le, left_in(engine), before)))
+    keep("keeper_cycles", {"cycles": CYCLES, "seconds": round(time.monotonic() - start, 1)})
     running.append(Keeper(store))
     engine.kill()
     next_one = Engine(store)

@@ -17,6 +17,7 @@ from memsaver_core import (
     process,
 )
 from memsaver_core.contract.requests import MemoryRequest, Tagged
+from memsaver_core.ranks import protocol
 from memsaver_core.release_resume import total_host_bytes
 from memsaver_core.settings import CoreSettings
 from memsaver_server.ranks import memory as rank_memory
@@ -207,15 +208,30 @@ def test_communicators_are_kept_if_asked(
     assert released(group) == [{"weights", "disk", "kv_cache", "t"}] * RANKS
     memory.resume(Tagged())
     assert released(group) == [set()] * RANKS
-    memory.release(MemoryRequest(communicators="suspend"))
-    assert all("communicators" in each for each in released(group))
-    memory.resume(Tagged())
+    for tags in ((), ("kv_cache",)):
+        memory.release(MemoryRequest(tags=tags, communicators="suspend"))
+        assert all("communicators" in each for each in released(group))
+        memory.resume(Tagged())
     memory.release(MemoryRequest(hibernate=True))
     memory.resume(Tagged())
     assert released(group) == [set()] * RANKS
     for contradiction in ({"hibernate": True}, {"tags": ("communicators",)}):
         with pytest.raises(ValidationError, match="contradicts hibernate"):
             MemoryRequest(communicators="keep", **contradiction)
+
+
+def test_a_field_that_is_new_reaches_every_rank(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Newer(MemoryRequest):
+        newer: bool = False
+
+    _, memory = start()
+    asked: list[protocol.Request] = []
+    ask = memory.ask
+    monkeypatch.setattr(memory, "ask", lambda request, *limits: asked.append(request) or ask(request, *limits))
+    memory.release(Newer(newer=True))
+    moved = [each.memory for each in asked if isinstance(each, protocol.Move)]
+    assert len(moved) > 1  # kept content, and what is discarded
+    assert all(isinstance(each, Newer) and each.newer for each in moved)
 
 
 def test_communicators_are_released_alone_or_with_everything(start: Start) -> None:

@@ -93,6 +93,7 @@ class ContinueGenerationReqInput:
 class UpdateWeightsFromTensorReqInput:
     table: torch.Tensor
     rid: str = ""
+    weight_version: str | None = None
 
 
 @dataclass

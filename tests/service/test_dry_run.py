@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from memsaver_core import process
 from memsaver_core._native import Saver as Driver
 from memsaver_core.contract.reports import PlanAnswer
 from tests.waiting import wait_until
@@ -45,6 +46,18 @@ def test_a_release_is_told_before_it_happens(http: httpx.Client) -> None:
     again = ask(http, "/release_memory_occupation")
     assert (again["host"]["needed_bytes"], sum(row["bytes"] for row in again["tags"])) == (0, 0)
     assert again["message"] == "dry run: nothing to release"
+
+
+def test_on_a_device_without_memory(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be kept in host memory stays; by its name its release is refused."""
+    monkeypatch.setattr(process.backend(), "has_host_memory", lambda _index: True, raising=False)
+    plan = ask(http, "/release_memory_occupation")
+    assert plan["blockers"] == []
+    assert {tag["tag"] for tag in plan["tags"] if tag["bytes"]} == {"kv_cache", "workspace"}
+    (blocker,) = ask(http, "/release_memory_occupation", tags=["weights"])["blockers"]
+    assert "a backup of 'weights' in host memory would free nothing" in blocker
+    done = http.post("/release_memory_occupation").json()
+    assert {tag["tag"] for tag in done["tags"] if tag["released_bytes"]} == {"kv_cache", "workspace"}
 
 
 def test_what_is_prepared_prevents_other_operations(http: httpx.Client) -> None:

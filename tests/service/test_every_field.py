@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from memsaver_core.contract.reports import OperationReport
-from memsaver_core.contract.requests import FleetRelease, FleetResume, Release, Resume, acts_of
+from memsaver_core.contract.requests import FleetRelease, FleetResume, Release, ResizeKvCache, Resume, acts_of
 from memsaver_server import Settings
 from memsaver_server.controller import Answer, Models
 from memsaver_server.fleet.controller import FleetController
@@ -48,12 +48,15 @@ VALUES: dict[str, Any] = {
     "operation_id": "mine",
     "wake_on_request": True,
 }
+#: Likewise, of those that only a resize has.
+SIZES: dict[str, Any] = {"bytes": 5, "fraction": 0.5, "tokens": 7}
 #: What has to be sent with a field.
 WITH = {"lease_s": {"prepare": True}}
 #: Clients that do not know one engine from a fleet send these to either.
 PASSED_OVER = {"model", "operation_id"}
 RELEASES = ("/release_memory_occupation", "/release_memory", "/release_kv_cache_memory", "/sleep")
 RESUMES = ("/resume_memory_occupation", "/resume_memory", "/wake_up")
+RESIZE = "/kv_cache"
 #: A door that names its tags itself.
 KV_CACHE = "/release_kv_cache_memory"
 
@@ -129,6 +132,7 @@ def cases() -> Iterator[Any]:
 
 
 def test_there_is_a_value_of_every_field() -> None:
+    assert VALUES.keys() | SIZES.keys() >= set(acts_of(ResizeKvCache)) - {"run_async"}
     fields = {each.alias or name for model in (FleetRelease, FleetResume) for name, each in model.model_fields.items()}
     assert fields == VALUES.keys()
     assert set(acts_of(FleetRelease)) == set(FleetRelease.model_fields)
@@ -159,6 +163,25 @@ def test_a_field_acts_or_is_refused(models: Models, model: Any, path: str, name:
         assert given == {**given, **VALUES[name]}
     else:
         assert given == VALUES[name]
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("name", [*VALUES, *SIZES])
+def test_a_field_of_a_resize_acts_or_is_refused(several: bool, name: str) -> None:
+    spy, app = served(several=several)
+    spy.asked.clear()
+    values = {**VALUES, **SIZES, "mode": "preempt"}
+    size = {} if name in SIZES else {"bytes": 5}
+    answer = post(app, RESIZE, {**WITH.get(name, {}), **size, name: values[name]})
+    if name in PASSED_OVER and not several:
+        assert answer.json()["ignored"] == [name]
+    elif several or not any(name in (own, each.alias) for own, each in ResizeKvCache.model_fields.items()):
+        assert answer.status_code == 400, answer.text
+        assert spy.asked == []
+    else:
+        assert answer.status_code in (200, 202), answer.text
+        [asked] = spy.asked
+        assert asked.model_dump(mode="json", by_alias=True)[name] == values[name]
 
 
 @pytest.mark.parametrize("model", [FleetRelease, FleetResume])

@@ -384,6 +384,59 @@ def test_an_update_with_a_beginning_and_an_end(serve: Callable[..., Serving]) ->
     assert serving.generate() == expected
 
 
+def test_an_update_may_name_what_it_writes(serve: Callable[..., Serving]) -> None:
+    """A resume by the service may demand that, also of weights that were written while they were released."""
+    serving = serve()
+    new = serving.scheduler.tp_worker.model_runner.model.table.detach().roll(1)
+    assert update(serving, new, "step-1") == "step-1"
+    assert update(serving, new) is None
+    assert update(serving, new, "step-2") == "step-2"
+    serving.scheduler.update_error = "no"
+    assert update(serving, new, "step-3") is None
+    serving.scheduler.update_error = ""
+    assert serving.call("/release_memory_occupation")["weights_version"] is None
+    assert update(serving, new, "step-4") == "step-4"
+    serving.scheduler.update_error = "no"
+    assert update(serving, new, "step-5") == "step-4"
+    assert "'step-4'" in serving.call("/resume_memory_occupation", 409, weights_version="step-5")["message"]
+    assert serving.call("/resume_memory_occupation", weights_version="step-4")["weights_version"] == "step-4"
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_an_update_of_several_parts_has_its_version_at_its_end(serve: Callable[..., Serving], asleep: bool) -> None:
+    serving = serve()
+    new = serving.scheduler.tp_worker.model_runner.model.table.detach().roll(1)
+    assert update(serving, new, "step-1") == "step-1"
+    if asleep:
+        serving.call("/release_memory_occupation")
+    for parts, held in (
+        (["step-2", None], "step-2"),
+        ([None], None),
+        (["step-3", "step-4"], "step-4"),
+        (["step-5", "fails", None], None),
+        (["step-6", BEGIN], None),
+    ):
+        assert update(serving, BEGIN) is None
+        for part in parts:
+            serving.scheduler.update_error = "no" if part == "fails" else ""
+            assert update(serving, BEGIN if part is BEGIN else new, part) is None
+        assert update(serving, END) == held
+
+
+BEGIN, END = standin.BeginWeightUpdateReqInput("begin"), standin.EndWeightUpdateReqInput("end")
+
+
+def update(serving: Serving, content: Any, version: Any = None) -> str | None:
+    """Send ``content``: all weights, or what begins or ends an update; return the version after it."""
+    request = content
+    if isinstance(content, torch.Tensor):
+        request = standin.UpdateWeightsFromTensorReqInput(content, "part", version)
+    serving.scheduler.received.put(request)
+    serving.answer(request.rid)
+    held: str | None = serving.http.get("/memory_occupation").json()["weights_version"]
+    return held
+
+
 @pytest.mark.parametrize("worker", ["draft_model_runner", "draft_runners"])
 def test_the_buffers_of_a_draft_model(make: type[standin.Scheduler], worker: str) -> None:
     """No weight update writes them either."""

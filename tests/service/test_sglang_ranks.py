@@ -268,7 +268,7 @@ def test_a_rank_touches_no_memory_before_its_loop_is_at_rest(
 
     def late() -> bool:
         failed = failure()
-        return failed is not None and "did not come to the next iteration" in failed.message
+        return failed is not None and "did not reach the next iteration" in failed.message
 
     assert late()
     standin_scheduler.process_input_requests([event_loop.Command(1, "")])

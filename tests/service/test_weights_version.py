@@ -91,6 +91,65 @@ def test_weights_that_were_written_in_part_have_none(
     assert (answer.status_code, answer.json()["error"]["type"]) == (409, WRONG)
 
 
+def test_the_caller_of_an_update_that_the_service_does_not_see_names_it(
+    http: httpx.Client, engine: TensorEngine, checkpoint: Path
+) -> None:
+    """Also while the weights are released, if their content is kept."""
+    update(http, checkpoint, weight_version="step-12")
+    engine.weights += 1
+    answer = http.post("/content_written", json={"weights_version": "step-13"}).json()
+    assert (answer["message"], answer["weights_version"]) == ("Content counts as written.", "step-13")
+    http.post("/release_memory_occupation").raise_for_status()
+    assert http.post("/content_written", json={"tags": ["weights"]}).status_code == 409
+    body = {"tags": ["weights", "kv_cache"], "weights_version": "step-14"}
+    answer = http.post("/content_written", json=body)
+    assert (answer.status_code, "kv_cache" in answer.json()["message"]) == (409, True)
+    assert version(http) == "step-13"
+    for named in ({"tags": ["weights"], "weights_version": "step-14"}, {"weights_version": "step-15"}):
+        assert http.post("/content_written", json=named).json()["weights_version"] == named["weights_version"]
+    assert http.post("/resume_memory_occupation", json={"weights_version": "step-14"}).status_code == 409
+    http.post("/resume_memory_occupation", json={"weights_version": "step-15"}).raise_for_status()
+    http.post("/content_written", json={"tags": ["kv_cache"]}).raise_for_status()
+    assert version(http) == "step-15"
+
+
+def test_weights_that_are_given_up_are_named_once_they_are_back(http: httpx.Client, engine: TensorEngine) -> None:
+    http.post("/release_memory_occupation", json={"restore": {"weights": "discard"}}).raise_for_status()
+    answer = http.post("/content_written", json={"weights_version": "step-12"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (409, "not_resident")
+    http.post("/resume_memory_occupation").raise_for_status()
+    http.post("/content_written", json={"weights_version": "step-12"}).raise_for_status()
+    assert (version(http), engine.is_closed) == ("step-12", False)
+
+
+def test_weights_that_the_engine_makes_again_have_none(
+    http: httpx.Client, engine: TensorEngine, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be those that it began with."""
+    update(http, checkpoint, weight_version="step-12")
+    monkeypatch.setattr(engine, "repair", lambda tags, lost: lost)
+    http.post("/release_memory_occupation", json={"restore": {"weights": "discard"}}).raise_for_status()
+    http.post("/resume_memory_occupation").raise_for_status()
+    assert (version(http), engine.is_closed) == (None, False)
+
+
+def test_answers_have_it(http: httpx.Client, checkpoint: Path) -> None:
+    """That of an operation has the one of its time."""
+    body = {"model_path": str(checkpoint), "weight_version": "step-12"}
+    assert http.post("/update_weights_from_disk", json=body).json()["weights_version"] == "step-12"
+    answers = [http.post(path).json() for path in ("/release_memory_occupation", "/resume_memory_occupation")]
+    assert [answer["weights_version"] for answer in answers] == ["step-12"] * 2
+    prompt = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+    assert http.post("/generate", json=prompt).json()["meta_info"]["weight_version"] == "step-12"
+    discarded = http.post("/release_memory_occupation", json={"restore": {"weights": "discard"}}).json()
+    assert discarded["weights_version"] is None
+    http.post("/resume_memory_occupation").raise_for_status()
+    update(http, checkpoint, weight_version="step-13")
+    assert http.post("/generate", json=prompt).json()["meta_info"]["weight_version"] == "step-13"
+    for answer in answers:
+        assert http.get(f"/operations/{answer['operation_id']}").json()["answer"]["weights_version"] == "step-12"
+
+
 def test_a_resume_looks_again_after_it_has_waited(http: httpx.Client, checkpoint: Path) -> None:
     """An update came while it waited for memory."""
     update(http, checkpoint, weight_version="step-12")

@@ -133,25 +133,37 @@ class Server(EngineServer):
         """Weights that are released with a backup are written in host memory, and brought in by the resume; after an
         update that fails the resume brings in what they were. ``other`` is a checkpoint with other weights."""
         expected = self.generate()
-        writes: list[Callable[[Path], Any]] = [
-            lambda model: self.write_weights(model_path=str(model)),
-            lambda model: self.write_tensors(model, ranks),
+        writes: list[Callable[[Path, str], Any]] = [
+            lambda model, version: self.write_weights(model_path=str(model), weight_version=version),
+            lambda model, version: self.write_tensors(model, ranks, weight_version=version),
         ]
         written = []
         for write in writes:
             for model in (other, self.model):
                 self.service("/release_memory_occupation")
-                write(model)
+                write(model, f"step-{len(written)}")
                 assert set(self.tags().values()) == {"released"}
-                self.service("/resume_memory_occupation")
+                self.service("/resume_memory_occupation", {"weights_version": "another"}, status=409)
+                resumed = self.service("/resume_memory_occupation", {"weights_version": f"step-{len(written)}"})
+                assert resumed["weights_version"] == f"step-{len(written)}"
                 written.append(self.generate())
         new = written[0]
         assert new != expected
         assert written == [new, expected] * 2
         self.own("/release_memory_occupation")
-        self.write_weights(400, model_path=str(other / "missing"))
+        self.write_weights(400, model_path=str(other / "missing"), weight_version="missing")
         self.own("/resume_memory_occupation")
         assert self.generate() == expected
+        assert self.version() == f"step-{len(written) - 1}"
+        self.write_weights(model_path=str(other))
+        assert self.version() is None
+        self.write_weights(weight_version="last")
+        assert self.version() == "last"
+
+    def version(self) -> str | None:
+        """Of the weights, by the service."""
+        held: str | None = self.get("/memory_occupation").json()["weights_version"]
+        return held
 
     def schedulers(self) -> list[psutil.Process]:
         children = psutil.Process(self.process.pid).children(recursive=True)

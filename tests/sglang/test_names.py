@@ -7,8 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from memsaver_server.integrations.sglang import buffers, engine, page_limit, plugin
+from tests.programs import output_of
 
-from .server import source
+from .server import ENVIRONMENT, source
 
 
 def test_names_of_the_scheduler() -> None:
@@ -59,6 +60,10 @@ def test_names_of_what_allocates_outside_of_regions() -> None:
     for backend in ("flashinfer", "triton", "flashattention"):
         assert "    def init_cuda_graph_state(" in source(f"{attention}{backend}_backend.py")
     assert 'get_buffer(\n            "flashinfer_workspace",' in source(attention + "flashinfer_backend.py")
+
+
+def test_buffers_of_draft_models_have_a_tag() -> None:
+    output_of("from tests.sglang import draft_buffers; draft_buffers.check('cpu')", **ENVIRONMENT, by_itself=True)
 
 
 def test_names_of_the_kv_cache() -> None:

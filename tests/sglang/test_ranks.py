@@ -18,6 +18,8 @@ from .server import ANSWER_S, Server, binds_all_ranks
 
 #: One core for each rank, as SGLang counts them.
 CORES = "|".join(str(core) for core in (sorted(os.sched_getaffinity(0)) * 2)[:2])
+#: The same for two stages or replicas of two ranks each.
+CORES_OF_FOUR = f"{CORES}|{CORES}" if binds_all_ranks() else CORES
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +117,10 @@ def test_the_death_of_one_ends_the_server(served: Server) -> None:
 
 def test_pipelines(start: Start) -> None:
     """Four ranks: two stages of two."""
-    cores = f"{CORES}|{CORES}" if binds_all_ranks() else CORES
     server = start(
         *("--tp", "2", "--pp-size", "2", "--enable-weights-cpu-backup"),
         MEMSAVER_KV_CACHE_PIECE="64KiB",
-        SGLANG_CPU_OMP_THREADS_BIND=cores,
+        SGLANG_CPU_OMP_THREADS_BIND=CORES_OF_FOUR,
     )
     server.check_cycles(server.generate)
     assert [each["rank"] for each in server.get("/memory_occupation").json()["ranks"]] == [0, 1, 2, 3]

@@ -20,22 +20,22 @@ from tests.waiting import wait_until
 from . import checkpoint
 from .conftest import Start
 from .server import ANSWER_S, Server
-from .test_ranks import CORES
+from .test_ranks import CORES, CORES_OF_FOUR
 
-#: By name: the arguments, the model, and what happens to requests while memory is released.
+#: By name: the arguments, the model, what happens to requests while memory is released, and the ranks' cores.
 SHAPES = {
-    "attention": (("--tp", "2", "--dp", "2", "--enable-dp-attention"), checkpoint.QWEN3, "refuse"),
-    "replicas": (("--tp", "2", "--dp", "2"), checkpoint.QWEN, "queue"),
+    "attention": (("--tp", "2", "--dp", "2", "--enable-dp-attention"), checkpoint.QWEN3, "refuse", CORES),
+    "replicas": (("--tp", "2", "--dp", "2"), checkpoint.QWEN, "queue", CORES_OF_FOUR),
 }
 
 
 @pytest.fixture(scope="module", params=list(SHAPES))
 def served(request: pytest.FixtureRequest, start: Start, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    arguments, config, while_released = SHAPES[request.param]
+    arguments, config, while_released, cores = SHAPES[request.param]
     return start(
         *(*arguments, "--enable-weights-cpu-backup", "--log-requests"),
         model=checkpoint.write(tmp_path_factory.mktemp("model"), config=config),
-        SGLANG_CPU_OMP_THREADS_BIND=CORES,
+        SGLANG_CPU_OMP_THREADS_BIND=cores,
         MEMSAVER_WHILE_RELEASED=while_released,
     )
 

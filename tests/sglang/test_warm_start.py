@@ -30,6 +30,20 @@ def test_a_server_takes_its_weights_from_the_store(start: Start) -> None:
     assert second.generate() == expected
 
 
+def test_two_servers_that_start_at_once_share_a_load(start: Start) -> None:
+    """With a keeper; without one, blocks that the first server gave may be gone when the second one looks for them."""
+    store = f"test-{uuid4().hex[:12]}"
+    keeper = Keeper(store)
+    servers = [start(*OPTIONS, wait=False, MEMSAVER_SHARED_BACKUPS=store) for _ in range(2)]
+    for each in servers:
+        each.wait_until_up()
+    loaded = ["loaded in the ordinary way" in each.output() for each in servers]
+    assert sorted(loaded) == [False, True]
+    assert ["came from the shared store" in each.output() for each in servers] == [not each for each in loaded]
+    assert servers[0].generate() == servers[1].generate()
+    keeper.end(signal.SIGTERM)
+
+
 def test_without_backups_weights_are_not_shared(start: Start) -> None:
     server = start(*OPTIONS[:2], MEMSAVER_SHARED_BACKUPS=f"test-{uuid4().hex[:12]}")
     assert "start with --enable-memory-saver and --enable-weights-cpu-backup, too" in server.output()

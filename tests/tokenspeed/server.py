@@ -65,8 +65,8 @@ class Server(EngineServer):
     def own(self, path: str, body: dict[str, Any] | None = None, *, status: int = 200) -> Any:
         return super().own(path, body, status=status).json()
 
-    def write_weights(self, status: int = 200, name: str = "weight") -> Any:
-        body = {"names": [name], "dtypes": ["int64"], "shapes": [[1]]}
+    def write_weights(self, status: int = 200, name: str = "weight", **more: Any) -> Any:
+        body = {"names": [name], "dtypes": ["int64"], "shapes": [[1]], **more}
         return self.own("/update_weights_from_distributed", body, status=status)
 
     def stream(self, length: int, prompt: list[int], begun: Event) -> list[int]:

@@ -81,8 +81,11 @@ def test_discarded_weights(server: Server) -> None:
     server.write_weights(400, "other")
     with pytest.raises(grpc.RpcError, match="content of weights"):
         server.generate()
-    server.write_weights()
+    server.write_weights(weight_version="step-1")
     assert server.generate() == expected
+    assert server.service("/release_memory_occupation")["weights_version"] == "step-1"
+    server.service("/resume_memory_occupation", {"weights_version": "step-2"}, status=409)
+    server.service("/resume_memory_occupation", {"weights_version": "step-1"})
 
 
 def test_hibernation(server: Server) -> None:

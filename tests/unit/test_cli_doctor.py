@@ -183,3 +183,30 @@ def test_it_says_which_torch_memory_saver_an_engine_imports(tmp_path: Path) -> N
     ):
         finding = findings_now(PYTHONPATH=os.pathsep.join(map(str, path)), **asked)["torch_memory_saver"]
         assert (finding["level"], found in finding["found"]) == (level, True), finding
+
+
+@pytest.mark.parametrize(
+    ("variable", "package", "loader", "left_out"),
+    [
+        ("MEMSAVER_SGLANG", "sglang", "srt/plugins", {"SGLANG_PLUGINS": "other, another"}),
+        ("MEMSAVER_TOKENSPEED", "tokenspeed", "runtime/plugins", {"TOKENSPEED_DISABLE_PLUGINS": "other,memsaver"}),
+    ],
+)
+def test_it_says_why_an_engine_does_not_load_the_plugin(
+    tmp_path: Path, variable: str, package: str, loader: str, left_out: dict[str, str]
+) -> None:
+    """The package is not imported."""
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("raise SystemError\n")
+
+    def finding(**environment: str) -> dict[str, str]:
+        asked = {"PYTHONPATH": str(tmp_path), variable: "1", **environment}
+        return findings_now(**asked)["torch_memory_saver"]
+
+    assert "loads no plugins" in finding()["found"]
+    (tmp_path / package / loader).mkdir(parents=True)
+    assert finding()["level"] == "ok"
+    found = finding(**left_out)
+    assert (found["level"], *left_out) == ("warning", *(each for each in left_out if each in found["found"]))
+    assert all(each in found["remedy"] for each in ("memsaver", *left_out))
+    assert finding(SGLANG_PLUGINS="memsaver,other", TOKENSPEED_DISABLE_PLUGINS="other")["level"] == "ok"

@@ -76,6 +76,13 @@ def test_they_are_a_tag_of_the_status(pair: Ranks) -> None:
     assert pair.ask("ms.status().state") == ["'released'"] * 2
 
 
+def test_one_rank_alone_does_not_suspend_them(pair: Ranks) -> None:
+    [said] = pair.ask("ms.release_with(ms.MemoryRequest(communicators='suspend'))", [0])
+    assert "UnsupportedError" in said
+    assert "communicators.suspend() in the process of each" in said
+    assert pair.ask("ms.status().state") == ["'resident'"] * 2
+
+
 def test_names_choose(pair: Ranks) -> None:
     assert values(pair.ask("communicators.suspend(['pp'])")) == [{"pp": SUSPENDABLE_BYTES}] * 2
     assert values(pair.ask("[each.suspended for each in communicators.statuses()]")) == [[False, True]] * 2

@@ -10,6 +10,7 @@ import torch
 
 import memsaver_core as ms
 from memsaver_core import process
+from memsaver_core.compat.torch_memory_saver.entrypoint import TorchMemorySaver
 from memsaver_core.contract.errors import UnsupportedError
 from memsaver_core.contract.requests import MemoryRequest
 from memsaver_core.ranks.plans import plan_release
@@ -29,6 +30,27 @@ def test_what_would_free_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     ms.release("integrated", restore={"integrated": "discard"})
     ms.resume("integrated")
     del kept
+
+
+def test_a_release_of_everything_leaves_it_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SGLang releases: without tags, with the policies of its regions."""
+    with ms.region("runtime", restore="host"):
+        kept = torch.ones(1 << 20)
+    monkeypatch.setattr(process.backend(), "has_host_memory", lambda _index: True, raising=False)
+    with pytest.raises(UnsupportedError, match="'runtime' in host memory would free nothing"):
+        ms.release()
+    with ms.region("kv_cache"):
+        cache = torch.ones(1 << 20)
+    for _ in range(2):
+        assert plan_release(MemoryRequest()).host_bytes_needed == 0
+        TorchMemorySaver().pause()
+        states = {tag.tag: tag.state for tag in ms.status().tags if tag.bytes}
+        assert states == {"runtime": "resident", "kv_cache": "released"}
+        assert torch.equal(kept, torch.ones(1 << 20))
+    assert {tag.tag: tag.state for tag in ms.release().tags if tag.bytes} == states
+    TorchMemorySaver().resume()
+    assert not cache.any()
+    del kept, cache
 
 
 class Cuda:

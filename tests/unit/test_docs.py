@@ -51,8 +51,9 @@ def test_the_table_of_what_ran_where_is_current() -> None:
 def test_a_run_is_recorded_beside_earlier_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TESTS_RUNS", str(tmp_path))
     core, engine = "tests/gpu/test_core_gpu.py::test_half[2]", "tests/fleet_on_ray/test_fleet.py::test_a_fleet"
-    engine_runs.record({core: "passed", engine: "failed", "tests/unit/test_x.py::test_y": "skipped"})
-    engine_runs.record({engine: "passed"})
+    recorded = [(core, "passed"), (engine, "failed"), ("tests/unit/test_x.py::test_y", "skipped"), (engine, "passed")]
+    for test, outcome in recorded:
+        engine_runs.record(test, outcome)
     written = [json.loads(file.read_text()) for file in sorted(tmp_path.iterdir())]
     assert [(run["engine"], run["tests"]) for run in written] == [
         ("memsaver", {core: "passed"}),

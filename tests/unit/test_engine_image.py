@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy/engine.Dockerfile"
+OURS = ROOT / "deploy/torch-memory-saver"
 #: Stands in for Python and pip of the image: it writes down its arguments. ``INSTALLED`` is what pip lists.
 PYTHON = """#!/bin/sh
 echo "$*" >>"$CALLS"
 case "$*" in
   *" list "*) echo "$INSTALLED" ;;
-  *" show "*) case "$INSTALLED" in *torch_memory_saver*) ;; *) exit 1 ;; esac ;;
+  *" show --quiet "*) case "$INSTALLED" in *"$5=="*) ;; *) exit 1 ;; esac ;;
 esac
 """
 
 
-def command(folder: Path) -> str:
-    """The RUN of the Dockerfile, in ``folder`` instead of /opt/memsaver."""
-    (found,) = re.findall(r"^RUN (.*?[^\\])\n", DOCKERFILE.read_text(), re.DOTALL | re.MULTILINE)
+def command(folder: Path, stage: str) -> str:
+    """The RUN of a stage, in ``folder`` instead of /opt/memsaver."""
+    (found,) = re.findall(r"^RUN (.*?[^\\])\n", stages()[stage], re.DOTALL | re.MULTILINE)
     return str(found).replace("/opt/memsaver", str(folder))
+
+
+def stages() -> dict[str, str]:
+    """The lines of each stage, by its name."""
+    parts = re.split(r"^FROM (?:\S+) AS (\w+)\n", DOCKERFILE.read_text(), flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 @pytest.fixture
@@ -39,10 +49,10 @@ def image(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(image: Path, installed: str) -> tuple[int, list[str]]:
+def run(image: Path, installed: str, stage: str = "engine") -> tuple[int, list[str]]:
     """Run the command; return its exit status and the calls of Python that change the image."""
     ran = subprocess.run(
-        ["/bin/sh", "-c", command(image)],
+        ["/bin/sh", "-c", command(image, stage)],
         env={"PATH": f"{image}/bin:/usr/bin:/bin", "CALLS": str(image / "calls"), "INSTALLED": installed},
         check=False,
     )
@@ -52,17 +62,84 @@ def run(image: Path, installed: str) -> tuple[int, list[str]]:
     return ran.returncode, [call for call in calls if not call.startswith(("list ", "show "))]
 
 
-def test_an_engine_without_torch_memory_saver(image: Path) -> None:
-    status, changes = run(image, "torch==2.11.0+cu130\nvllm==0.26.0")
+@pytest.mark.parametrize("engine", ["vllm==0.26.0", "sglang==0.5.17\ntorch_memory_saver==0.0.10"])
+def test_packages_of_the_engine_stay(image: Path, engine: str) -> None:
+    status, changes = run(image, f"torch==2.11.0+cu130\n{engine}")
     assert status == 0
     assert changes == ["install -c engine.txt dist/memsaver-0.1.0-cp312-cp312-linux_x86_64.whl[server]"]
     assert (image / "engine.txt").read_text() == "torch==2.11.0+cu130\n", "its torch is not exchanged"
 
 
-def test_an_engine_that_imports_torch_memory_saver(image: Path) -> None:
-    status, changes = run(image, "torch==2.11.0+cu130\ntorch_memory_saver==0.0.10")
-    assert status == 0
-    assert changes[1:] == ["uninstall -y torch_memory_saver", "install -c engine.txt torch-memory-saver"]
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_each_target_is_for_one_engine(image: Path, engine: str) -> None:
+    assert run(image, f"torch==2.11.0\n{engine}==1.0", stage=engine) == (0, [])
+    assert run(image, "torch==2.11.0\nanother==1.0", stage=engine) == (1, [])
+    set_there = set(re.findall(r"\b(MEMSAVER_\w+)=1\b", stages()[engine]))
+    assert set_there == {f"MEMSAVER_{engine.upper()}"}
+
+
+#: By name, what a distribution requires, and its files. Two have a module of the same name.
+DISTRIBUTIONS = {
+    "sglang": (["torch_memory_saver>=0.0.9.post1"], {}),
+    "torch_memory_saver": ([], {"torch_memory_saver/__init__.py": "theirs = True\n"}),
+    "memsaver_torch_memory_saver": (
+        ["memsaver[server]>=0.1"],
+        {"torch_memory_saver/__init__.py": (OURS / "torch_memory_saver/__init__.py").read_text()},
+    ),
+}
+
+
+def wheel(folder: Path, name: str) -> Path:
+    """Write the distribution ``name`` into ``folder``."""
+    requires, files = DISTRIBUTIONS[name]
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    needed = "".join(f"Requires-Dist: {each}\n" for each in requires)
+    about = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needed}",
+        "WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for member, text in (files | {f"{name}-1.0.dist-info/{each}": about[each] for each in about}).items():
+            archive.writestr(member, text)
+    return path
+
+
+@pytest.mark.parametrize(
+    "installed",
+    [
+        ("torch_memory_saver",),
+        ("torch_memory_saver", "memsaver_torch_memory_saver"),
+        ("memsaver_torch_memory_saver", "torch_memory_saver"),
+    ],
+    ids=", ".join,
+)
+def test_what_sglang_requires_stays_and_memsavers_is_used(tmp_path: Path, installed: tuple[str, ...]) -> None:
+    """Whichever module was installed last: nothing that is installed lacks what it requires."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (site,) = venv.glob("lib/python*/site-packages")
+    (site / "above.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(venv / "bin/python")]
+    for name in ("sglang", *installed):
+        subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", wheel(tmp_path, name)], check=True)
+    ran = subprocess.run([*pip, "check"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout
+    used = """
+from importlib.metadata import entry_points
+(found,) = [each for each in entry_points(group="sglang.srt.plugins") if each.name == "memsaver"]
+try:
+    found.load()()
+except ModuleNotFoundError as error:  # SGLang itself
+    assert error.name == "sglang", error
+import torch_memory_saver
+print(torch_memory_saver.__name__)
+"""
+    environment = {**os.environ, "MEMSAVER_SGLANG": "1", "MEMSAVER_DRIVER": "host"}
+    ran = subprocess.run(
+        [venv / "bin/python", "-c", used], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.stdout == "memsaver_core.compat.torch_memory_saver\n", ran.stdout + ran.stderr
 
 
 def test_an_image_without_torch_is_none_of_an_engine(image: Path) -> None:
@@ -74,7 +151,7 @@ def test_an_image_without_torch_is_none_of_an_engine(image: Path) -> None:
 def test_what_is_copied_is_in_the_context() -> None:
     ignore = (ROOT / ".dockerignore").read_text().split()
     copied = re.findall(r"^COPY (\S+) ", DOCKERFILE.read_text(), re.MULTILINE)
-    assert copied == ["dist", "deploy/torch-memory-saver"]
+    assert copied == ["dist"]
     assert {f"!{name}" for name in copied} <= set(ignore)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
 
 import memsaver_core as ms
 from memsaver_core.contract import errors
+from memsaver_server.client import Client
+from memsaver_server.client.calls import Calls
 from tests.programs import output_of
 
 LIGHT = ("", ".contract.errors", ".contract.policies", ".contract.reports", ".contract.requests", ".settings")
@@ -26,6 +29,15 @@ def test_every_public_name_is_there() -> None:
     assert set(ms.__all__) <= set(dir(ms))
     with pytest.raises(AttributeError, match="no attribute 'releases'"):
         _ = ms.releases  # type: ignore[attr-defined]
+
+
+def coroutines(of: type) -> set[str]:
+    return {name for name, each in inspect.getmembers(of, inspect.iscoroutinefunction) if not name.startswith("_")}
+
+
+def test_the_sync_client_has_every_call() -> None:
+    assert coroutines(Calls) <= set(dir(Client))
+    assert not coroutines(Client)
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,24 @@ class Paged(Backend):
         self.graphs = [self.allocate() for _ in range(rows)]
 
 
+class MultiStep:
+    """The backend of a draft model, which derives from no class of SGLang."""
+
+    def __init__(self, allocate: Callable[[], torch.Tensor]) -> None:
+        self.allocate = allocate
+
+    def init_cuda_graph_state(self, rows: int) -> None:
+        self.graphs = [self.allocate() for _ in range(rows)]
+
+
 @pytest.fixture(autouse=True)
 def _resumed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    module = ModuleType(buffers.ATTENTION)
-    module.AttentionBackend = Backend  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, buffers.ATTENTION, module)
-    monkeypatch.setattr(Paged, "init_cuda_graph_state", Paged.init_cuda_graph_state)
+    base, drafts = ModuleType(buffers.ATTENTION), ModuleType(buffers.ATTENTION.replace("base", "draft"))
+    base.AttentionBackend, drafts.MultiStep = Backend, MultiStep  # type: ignore[attr-defined]
+    for module in (base, drafts):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for backend in (Paged, MultiStep):
+        monkeypatch.setattr(backend, "init_cuda_graph_state", backend.init_cuda_graph_state)
     yield
     ms.resume()
 
@@ -54,27 +66,29 @@ def start(enabled: bool) -> dict[str, torch.Tensor]:
         return made.setdefault(name, factory())
 
     def attend(scheduler: Any) -> None:
-        scheduler.backend = Paged(allocate)
+        scheduler.backend, scheduler.draft = Paged(allocate), MultiStep(allocate)
         for name in ("flashinfer_workspace", "scale"):
             hook("get_buffer")(get_buffer, None, name, allocate)
 
     def initialize(scheduler: Any) -> None:
         made["adapters"] = hook("init_lora_manager")(allocate)
         hook("init_all_attention_backends")(attend, scheduler)
-        scheduler.backend.init_cuda_graph_state(2)
+        for backend in (scheduler.backend, scheduler.draft):
+            backend.init_cuda_graph_state(2)
         made["untouched"] = allocate()
 
     scheduler = SimpleNamespace(server_args=SimpleNamespace(enable_memory_saver=enabled))
     hook("init_model_worker")(initialize, scheduler)
     hook("get_buffer")(get_buffer, None, "late_workspace", allocate)
     made |= {"metadata": scheduler.backend.metadata, "graphs": scheduler.backend.graphs[1]}
+    made["draft"] = scheduler.draft.graphs[1]
     return made
 
 
 def test_buffers_have_tags() -> None:
     made = start(enabled=True)
     owned = {name for name, tensor in made.items() if process.saver().owns(tensor.data_ptr())}
-    assert owned == {"adapters", "flashinfer_workspace", "scale", "metadata", "graphs"}
+    assert owned == {"adapters", "flashinfer_workspace", "scale", "metadata", "graphs", "draft"}
     ms.release(["runtime", "workspace"])
     ms.resume()
     zeros = {name for name, tensor in made.items() if not tensor.any()}

@@ -224,6 +224,20 @@ def test_all_that_shares_the_memory_moves_along(name: str, frozen: bool) -> None
     assert torch.equal(view, trainer.model[0].weight)  # type: ignore[index]
 
 
+@pytest.mark.guards("unused cached blocks were backed up too")
+def test_what_torch_only_caches_is_not_backed_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks in the trainer's memory that torch's allocator holds free."""
+    cached = 64 * PAGE  # fewer are copied with their neighbours
+    model = nn.Linear(512, 512)
+    with released(model, name=name):
+        pass  # from now on the memory is the trainer's own
+    monkeypatch.setattr(process.backend(), "dead_ranges", lambda saver: [(model.weight.data_ptr(), cached)])
+    model.weight.data.add_(1)
+    with released(model, name=name) as memory:
+        (tag,) = memory.report.tags
+    assert tag.backed_up_bytes + tag.unchanged_bytes + tag.zero_bytes == tag.bytes - cached
+
+
 def test_memory_in_a_region_stays_there_and_is_kept(name: str, losses: list[float]) -> None:
     """Whatever the region's own policy is."""
     with ms.region(f"{name}-own", restore="discard"):

@@ -115,6 +115,9 @@ class Model:
     def quantize(self, format: str | None) -> None:
         self.worker.vllm_config.model_config.quantization = format
 
+    def attend_by_mla(self, use: bool) -> None:
+        self.worker.vllm_config.model_config.use_mla = use
+
     def write_weights(self) -> None:
         self.worker.model_runner.model.weight.data.copy_(self.weights)
 
@@ -126,6 +129,7 @@ class Model:
         from memsaver_core.compat.vllm import cache_memory
 
         process.saver().heal()
+        self.have_host_memory(False)
         self.worker.wake_up()
         cache_memory.resize(self.worker.model_runner, BLOCKS)
         self.write_weights()
@@ -160,6 +164,12 @@ class Model:
         from memsaver_core import process
 
         process.saver().delay(call, seconds)
+
+    def have_host_memory(self, only: bool) -> None:
+        """Whether the device has no memory but the host's."""
+        from memsaver_core import process
+
+        process.backend().has_host_memory = lambda _index: only  # type: ignore[method-assign]
 
     def arm(self, step: str, kind: str, after: bool) -> None:
         """Fail once at ``step``, a message or vLLM's own sleep: before or after it took effect."""
@@ -389,6 +399,18 @@ def test_the_allocator_is_vllms_own_unless_asked_for(environment: dict[str, str]
     assert run(REGISTER + MAKE, **environment) == allocator
 
 
+def test_communicators_are_suspended_by_one_alone() -> None:
+    """An option from 0.33 on has vLLM do so; without memsaver it is vLLM's own concern."""
+    code = REGISTER + MAKE.replace(
+        'sleep_mode_backend="cumem"', 'sleep_mode_backend="cumem", enable_nccl_comm_suspend=True'
+    )
+    assert run(code) == "CuMemAllocator"
+    with pytest.raises(
+        AssertionError, match=r"ConfigurationError: .* start the engine without --enable-nccl-comm-suspend"
+    ):
+        run(code, MEMSAVER_VLLM="1")
+
+
 @pytest.mark.parametrize(("environment", "setting"), [({}, "0"), ({"NCCL_GRAPH_REGISTER": "1"}, "1")])
 def test_nccl_registers_no_graphs_unless_the_user_says_so(environment: dict[str, str], setting: str) -> None:
     """What it has registered cannot be replayed after a resume; a warning says so."""
@@ -528,6 +550,29 @@ def test_sleeping_twice_and_waking_twice(rank: Rank) -> None:
     assert rank.content()["weights"]
 
 
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("by_service", [False, True])
+def test_on_a_device_without_memory_what_is_kept_stays(group: list[Rank], level: int, by_service: bool) -> None:
+    for each in group:
+        each.have_host_memory(True)
+    memory = VllmMemory(Executor(group))
+    if by_service:
+        memory.release(MemoryRequest(restore={"weights": RestorePolicy.DISCARD} if level == 2 else {}))
+    else:
+        for each in group:
+            each.sleep(level)
+    gone = {"kv_cache", "workspace"} | ({"weights"} if level == 2 else set())
+    assert [released(each) for each in group] == [gone, gone]
+    if by_service:
+        memory.resume(Tagged())
+    for each in group:
+        each.wake_up()
+        content = each.content()
+        assert content["runtime"]
+        assert content["kv_cache_zero"]
+        assert content["weights"] or level == 2
+
+
 def test_a_second_sleep_at_level_2_leaves_released_weights_alone(rank: Rank) -> None:
     """It restores the buffers that the first one saved."""
     rank.sleep(2)
@@ -663,6 +708,10 @@ def test_no_worker_takes_an_update_that_fails_on_one(group: list[Rank]) -> None:
     with pytest.raises(UnsupportedError, match="of the format fp8 are computed on the device"):
         core.collective_rpc("reload_weights", 3.0)
     group[1].quantize(None)
+    group[1].attend_by_mla(True)
+    with pytest.raises(UnsupportedError, match="of the format MLA are computed on the device"):
+        core.collective_rpc("reload_weights", 3.0)
+    group[1].attend_by_mla(False)
     for each in group:
         each.wake_up()
         assert each.content()["weights"]

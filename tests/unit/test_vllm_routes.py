@@ -51,6 +51,7 @@ class EngineClient:
         self.begun: list[str] = []
         self.errored = False
         self.core: Any = None
+        self.update_error = ""
         self.resources = SimpleNamespace()
         self.engine_core = SimpleNamespace(resources=self.resources)
 
@@ -60,6 +61,8 @@ class EngineClient:
     async def collective_rpc(self, method: str, timeout: Any = None, args: tuple[Any, ...] = ()) -> Any:
         if method == block_limit.CALL:
             return block_limit.answer(self.core, *args)
+        if method == "reload_weights" and self.update_error:
+            raise RuntimeError(self.update_error)
         return await asyncio.to_thread(self.executor.call, *args) if method == "memsaver" else []
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
@@ -200,6 +203,33 @@ def test_vllms_own_sleep_passes_by_the_service(world: World, wake_ups: list[str]
     content = world.post("/v1/completions").json()
     assert content["buffers"]
     assert content["runtime"]
+
+
+def test_the_caller_of_an_update_names_it(world: World) -> None:
+    """Also while the weights are asleep. Nothing in vLLM's calls says what they write."""
+
+    def version() -> str | None:
+        held: str | None = world.http.get("/memory_occupation").json()["weights_version"]
+        return held
+
+    for asleep in (False, True):
+        if asleep:
+            world.post("/release_memory_occupation").raise_for_status()
+        named = world.post("/content_written", weights_version=f"{asleep} 1")
+        assert (named.status_code, named.json()["weights_version"]) == (200, f"{asleep} 1")
+        world.collective_rpc("get_weights_version")
+        assert version() == f"{asleep} 1"
+        world.collective_rpc("reload_weights")
+        assert version() is None
+        world.post("/content_written", weights_version=f"{asleep} 2").raise_for_status()
+        world.client.update_error = "a file is damaged"
+        with pytest.raises(RuntimeError, match="damaged"):
+            world.collective_rpc("reload_weights")
+        assert version() is None
+        world.client.update_error = ""
+        world.post("/content_written", weights_version=f"{asleep} 3").raise_for_status()
+    assert world.post("/resume_memory_occupation", weights_version="True 2").status_code == 409
+    assert world.post("/resume_memory_occupation", weights_version="True 3").json()["weights_version"] == "True 3"
 
 
 @pytest.mark.guards("a rank was killed while memory was released, and probes went on saying that it was well")
@@ -493,6 +523,10 @@ def test_beside_an_llm_a_reload_is_seen(group: list[Rank]) -> None:
             llm.generate()
         llm.collective_rpc("reload_weights")
         assert llm.generate()["runtime"]
+        server.lifecycle.content_written([], "step-1")
+        assert http.post("/release_memory_occupation").json()["weights_version"] == "step-1"
+        llm.collective_rpc("reload_weights")
+        assert http.post("/resume_memory_occupation").json()["weights_version"] is None
 
 
 def test_an_llm_may_be_attached_again(group: list[Rank]) -> None:

@@ -23,8 +23,9 @@ class MemsaverBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM is not in
     """Releases and resumes what vLLM has put under tags, in any order."""
 
     def suspend(self, level: int = 1) -> None:
-        """Release all. Level 1 keeps the weights in host memory, level 2 discards them; both keep graphs and buffers.
-        Raises UnsupportedError for another level (nothing was changed), MemsaverError as ``memsaver_core.release``."""
+        """Release all, except what ``memsaver_core.release`` leaves resident. Level 1 keeps the weights in host memory,
+        level 2 discards them; both keep graphs and buffers. Raises UnsupportedError for another level
+        (nothing was changed), MemsaverError as ``memsaver_core.release``."""
         if level not in (1, 2):
             raise UnsupportedError(
                 f"sleep level {level}: vLLM's workers cannot wake from it; to hibernate, call LLM.sleep(level=3) or "

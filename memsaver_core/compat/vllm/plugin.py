@@ -95,6 +95,11 @@ def _decide_and_answer(module: ModuleType) -> None:
         model_config = getattr(vllm_config, "model_config", None)
         worker_memory.enabled = allocator.is_wanted(model_config) and ms.enabled()
         if worker_memory.enabled:
+            if getattr(model_config, "enable_nccl_comm_suspend", False):  # NCCL refuses to suspend one twice
+                raise ConfigurationError(
+                    "vLLM would suspend NCCL's communicators beside memsaver's service, which does so itself; start "
+                    "the engine without --enable-nccl-comm-suspend"
+                )
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # NCCL is not in use yet
         elif allocator.switch() and not getattr(model_config, "enable_sleep_mode", False):
             logger.warning(
@@ -233,28 +238,28 @@ class _WorkerRank(Rank):
             case protocol.Move("release"):
                 # Another rank could not resume, so this one releases again: its next resume needs the notes again.
                 vars(self.worker).update(used)
-            case protocol.ExpectRelease(options):
-                self._expect(options)
+            case protocol.ExpectRelease(memory):
+                self._expect(memory)
                 return None
             case protocol.TakeOutcome():
                 return self._take_outcome()
-            case protocol.SleepNow(options, level):
-                self._expect(options)
+            case protocol.SleepNow(memory, level):
+                self._expect(memory)
                 return self._sleep(level)
             case protocol.Resize(pages):
                 cache_memory.resize(self.worker.model_runner, pages)
                 return OperationReport(operation="resume")
         return super().carry_out(request)
 
-    def _expect(self, options: MemoryRequest) -> None:
-        """Have the worker's next sleep release as ``options`` say."""
+    def _expect(self, request: MemoryRequest) -> None:
+        """Have the worker's next sleep release as ``request`` say."""
         self._outcome = None
-        worker_memory.override = partial(self._release_asleep, options)
+        worker_memory.override = partial(self._release_asleep, request)
 
-    def _release_asleep(self, options: MemoryRequest) -> None:
+    def _release_asleep(self, request: MemoryRequest) -> None:
         """Release inside the worker's sleep, which must not see the error: the service undoes the release."""
         try:
-            self._outcome = self.release_own(options)
+            self._outcome = self.release_own(request)
         except Exception as error:
             self._outcome = Failure.of(error, self._failed_phase)
 
@@ -272,14 +277,14 @@ class _WorkerRank(Rank):
             logger.exception("the memory was released, but vLLM's worker failed after that")
         return self._take_outcome()
 
-    def resume(self, options: Tagged) -> Result:
+    def resume(self, request: Tagged) -> Result:
         """Resume inside the worker's wake-up, which must see an error, so that it does not write what it has saved."""
         self._used = _notes(self.worker)
         reports: list[OperationReport] = []
-        worker_memory.override = lambda: reports.append(self.followed(partial(ms.resume_with, options)))
+        worker_memory.override = lambda: reports.append(self.followed(partial(ms.resume_with, request)))
         try:
             # If nothing stays asleep, tags are left out, so that vLLM knows.
-            tags = options.tags
+            tags = request.tags
             part = tags and any(each.released_bytes and each.tag not in tags for each in ms.status().tags)
             self.worker.wake_up(list(tags) if part else None)
         finally:

@@ -92,7 +92,7 @@ def _operate(
 
 
 def _show_done(client: Client, answer: OperationAnswer, as_json: bool) -> None:
-    """Print what an operation did; as tables also which content is lost now."""
+    """Print what an operation did; without --json also which content is lost."""
     tables.show(answer, tables.operation_view, as_json=as_json)
     if not as_json:
         with suppress(ClientError):  # the operation itself has succeeded
@@ -148,7 +148,7 @@ Key = Annotated[str | None, typer.Option("--key", help="The key that --prepare p
 
 @grouped
 def commit(operation_id: OperationId, key: Key = None, *, connection: Connection, as_json: Json = False) -> None:
-    """Do what was prepared."""
+    """Commit a prepared operation."""
     with connected(connection, as_json=as_json) as client:
         _show_done(client, client.commit(operation_id, key=key), as_json)
 
@@ -157,7 +157,7 @@ def commit(operation_id: OperationId, key: Key = None, *, connection: Connection
 def abort(
     operation_id: OperationId,
     key: Key = None,
-    force: Annotated[bool, typer.Option("--force", help="Also without the key of who prepared it.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Abort even without the key of its owner.")] = False,
     *,
     connection: Connection,
     as_json: Json = False,

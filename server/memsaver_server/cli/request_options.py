@@ -39,7 +39,7 @@ class Release(Options):
     communicators: str | None = typer.Option(
         None,
         "--communicators",
-        help="Suspend what NCCL holds, or keep it, which is faster; see MEMSAVER_COMMUNICATORS.",
+        help="suspend: NCCL's memory goes, too; keep: it stays, which is faster. See MEMSAVER_COMMUNICATORS.",
         metavar="suspend|keep",
     )
     timeout_s: float | None = typer.Option(
@@ -110,7 +110,10 @@ class FleetResume(Options):
     weights_version: str | None = Resume.weights_version
     kv_cache: str | None = Resume.kv_cache
     timeout_s: float | None = typer.Option(
-        None, "--timeout", help="How long an engine may take to prepare, beside its wait for memory.", metavar="SECONDS"
+        None,
+        "--timeout",
+        help="How long an engine may take to prepare, not counting its wait for memory.",
+        metavar="SECONDS",
     )
 
 

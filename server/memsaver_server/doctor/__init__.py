@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,60 @@ _CU_INTEGRATED = 18
 _CU_VMM_SUPPORTED = 102
 _CU_RDMA_WITH_VMM_SUPPORTED = 110
 _CU_MODULE_LAZY_LOADING = 2
+
+
+@dataclass(frozen=True)
+class _EnginePlugin:
+    """How an engine finds memsaver's plugin, which ``variable`` turns on. The engine ``package`` loads the entry points
+    of ``group`` if it has the folder ``loader``; all of them, only those that the environment's ``chosen`` lists, or
+    those that ``left_out`` does not list."""
+
+    variable: str
+    package: str
+    loader: str
+    group: str
+    chosen: str = ""
+    left_out: str = ""
+
+    def missing(self) -> tuple[str, str] | None:
+        """Return why the plugin is not loaded, and what to do; None if it is, or the engine is not in this environment.
+        Does not import the engine."""
+        spec = find_spec(self.package)
+        if spec is None:
+            return None
+        folders = spec.submodule_search_locations or ()
+        if not any(Path(folder, self.loader).exists() for folder in folders):
+            remedy = f"install a version of {self.package} that memsaver's documentation lists"
+            return f"{', '.join(folders)} has no {self.loader}, so this version loads no plugins", remedy
+        if "memsaver" not in [each.name for each in entry_points(group=self.group)]:
+            return "memsaver is not installed here, so it is not found", "pip install 'memsaver[server]'"
+        if (chosen := _names(self.chosen)) and "memsaver" not in chosen:
+            return f"{self.chosen} lists others alone", f"add memsaver to {self.chosen}, or unset it"
+        if "memsaver" in _names(self.left_out):
+            return f"{self.left_out} leaves it out", f"take memsaver out of {self.left_out}"
+        return None
+
+
+def _names(variable: str) -> set[str]:
+    return {name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()}
+
+
+_PLUGINS = (
+    _EnginePlugin(
+        variable="MEMSAVER_SGLANG",
+        package="sglang",
+        loader="srt/plugins",
+        group="sglang.srt.plugins",
+        chosen="SGLANG_PLUGINS",
+    ),
+    _EnginePlugin(
+        variable="MEMSAVER_TOKENSPEED",
+        package="tokenspeed",
+        loader="runtime/plugins",
+        group="tokenspeed.plugins",
+        left_out="TOKENSPEED_DISABLE_PLUGINS",
+    ),
+)
 
 #: Both names are read by torch; the second since torch 2.9.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -235,7 +290,7 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
         remedy = "" if vmm else "this device (or its vGPU profile) cannot unmap memory: hide it by CUDA_VISIBLE_DEVICES"
         yield Finding(f"device {index}", Level.OK if vmm else Level.BLOCKED, found, remedy)
         if _attribute(machine.cuda, device, _CU_INTEGRATED):
-            remedy = "a backup in host memory would free nothing: release with the policy file or discard"
+            remedy = "a backup in host memory would free nothing, so what is kept there stays: use file or discard"
             yield Finding(f"memory of device {index}", Level.WARNING, "is the host's", remedy)
 
 
@@ -268,10 +323,13 @@ def check_expandable_segments(machine: Machine) -> Finding:
 
 def check_torch_memory_saver(machine: Machine) -> Finding | None:
     subject = "torch_memory_saver"
-    if asking := [
-        name for name in ("MEMSAVER_SGLANG", "MEMSAVER_TOKENSPEED") if os.environ.get(name, "") not in ("", "0")
-    ]:
-        return Finding(subject, Level.OK, f"memsaver's in the engine, as {asking[0]} is set")
+    for plugin in _PLUGINS:
+        if os.environ.get(plugin.variable, "") in ("", "0"):
+            continue
+        if reason := plugin.missing():
+            found = f"{plugin.variable} is set, but the engine does not load memsaver's plugin: {reason[0]}"
+            return Finding(subject, Level.WARNING, found, reason[1])
+        return Finding(subject, Level.OK, f"memsaver's in the engine, as {plugin.variable} is set")
     spec = find_spec(subject)
     if spec is None or spec.origin is None:
         return None

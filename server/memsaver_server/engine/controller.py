@@ -144,6 +144,7 @@ class EngineController(Controller[Operation]):
                     coordinator=holder,
                     operation_id=operation.id,
                     state=operation.memory_state,
+                    weights_version=operation.weights_version,
                 )
             )
         failed = Answer.failure(operation.error)
@@ -318,7 +319,7 @@ class EngineController(Controller[Operation]):
         return OccupationAnswer(
             **{**dict(status), **more},
             engine=self.name,
-            weights_version=now.weights_version,
+            weights_version=self.lifecycle.weights_version,
             engine_id=self._id,
             model=str(getattr(self.engine, "model_name", None) or ""),
             admission=AdmissionStatus(open=not now.closed_reason, reason=now.closed_reason),
@@ -375,15 +376,18 @@ class EngineController(Controller[Operation]):
         await in_thread(self.engine.flush_cache)
         return Answer.message("Cache flushed.")
 
-    async def written(self, selected: Fields, tags: Sequence[str]) -> Answer:
-        closed_reason = self.lifecycle.content_written(tags)
-        return Answer.message(f"Content counts as written{f'; {closed_reason}' if closed_reason else ''}.")
+    async def written(self, selected: Fields, tags: Sequence[str], version: str | None) -> Answer:
+        closed_reason = self.lifecycle.content_written(tags, version)
+        return self._written(f"Content counts as written{f'; {closed_reason}' if closed_reason else ''}.")
 
     async def generate(self, asked: dict[str, Any]) -> dict[str, Any]:
         try:
-            return await cast(GeneratingEngine, self.engine).generate(asked)
+            answer = await cast(GeneratingEngine, self.engine).generate(asked)
         except ValueError as error:
             raise errors.BadRequestError(str(error)) from None
+        if "meta_info" in answer:  # as in SGLang's answers
+            answer["meta_info"]["weight_version"] = self.lifecycle.weights_version
+        return answer
 
     async def update(self, selected: Fields, asked: Fields, source: Literal["disk", "tensor"]) -> Answer:
         write: Callable[..., int] = getattr(self.engine, f"update_weights_from_{source}")
@@ -401,7 +405,10 @@ class EngineController(Controller[Operation]):
             raise errors.BadRequestError(str(error)) from None
         missing = sorted(unwritten_weights(self.engine))
         more = f" {len(missing)} that a release discarded are missing: {', '.join(missing[:8])}." if missing else ""
-        return Answer.message(f"{written} tensors written.{more}")
+        return self._written(f"{written} tensors written.{more}")
+
+    def _written(self, message: str) -> Answer:
+        return Answer.of(reports.WrittenAnswer(message=message, weights_version=self.lifecycle.weights_version))
 
 
 @cache

@@ -69,7 +69,6 @@ class Snapshot:
     closed_reason: str  # why the engine accepts no requests, or an empty string if it does
     running: Operation | None
     unwritten: frozenset[str]  # the tags whose content is lost until it is written again
-    weights_version: str | None  # what the last update named the weights; None if it named nothing, or they are lost
     updating: bool  # an update writes weights
 
 
@@ -85,12 +84,14 @@ class Lifecycle:
         #: The engine's memory: of this process, or of the ranks that the engine reaches.
         self.memory = memory_of(engine)
         self.operations = OperationQueue(settings.history, on_finished, self.memory, settings.phase_timeout_s)
+        self.operations.weights_version = lambda: self.weights_version
         self._admission = Admission(engine, self.memory, settings)
         if isinstance(self.memory, WatchedMemory):
             self.memory.on_failure(self._admission.reopen)  # after a failure this closes it for good
         self._moving = threading.Lock()  # the memory lock: releases, resumes and weight updates exclude each other
         self._updating = False  # its holder is a weight update
-        self._weights_version: str | None = None
+        #: What the last update named the weights; None if it named nothing, or they are lost.
+        self.weights_version: str | None = None
         # Tags that only a release of everything has taken, so that a client may never name them in a resume.
         self._implicit: frozenset[str] = frozenset()
         self._verification = Verification(engine, self._admission, self.memory, settings)
@@ -347,8 +348,9 @@ class Lifecycle:
             with self.memory.written_asleep("weights") if asleep else self._written_in_place(refusals):
                 yield
             self._verification.content_changed()
-            self._weights_version = version
-            if not unwritten_weights(self._engine):
+            missing = unwritten_weights(self._engine)
+            self.weights_version = None if missing else version
+            if not missing:
                 self._admission.written(["weights"])
         finally:
             self._updating = False
@@ -356,22 +358,25 @@ class Lifecycle:
 
     @contextmanager
     def _written_in_place(self, refusals: tuple[type[Exception], ...]) -> Iterator[None]:
-        before = self._weights_version
+        before = self.weights_version
         self._verification.content_changed()
-        self._weights_version = None
+        self.weights_version = None
         try:
             yield
         except refusals:
-            self._weights_version = before
+            self.weights_version = before
             raise
 
-    def content_written(self, tags: Sequence[str]) -> str:
+    def content_written(self, tags: Sequence[str], version: str | None = None) -> str:
         """Note that the caller has written the content of ``tags`` (none: all that is lost); return why admission is
-        still closed, or nothing. Raises UnknownTagError, NotResidentError if a tag is released, or
+        still closed, or nothing. With a ``version`` the weights are among them, and may be released with a backup that
+        the engine's own update has written. Raises UnknownTagError, NotResidentError if another tag is released, or
         MemoryBusyError while an update writes."""
         self.memory.check_tags(tags)
-        written = list(tags) or self.snapshot().unwritten
-        self.check_resident(written)
+        lost = self.snapshot().unwritten
+        named = set() if version is None else {"weights"}
+        written = {*(tags or lost), *named}
+        self.check_resident(written - (named - lost))
         if self._updating:
             raise errors.MemoryBusyError(
                 "an update is writing weights at this moment; nothing was noted. Repeat the call when it is done",
@@ -379,13 +384,17 @@ class Lifecycle:
             )
         self._verification.content_changed()
         if "weights" in written:
-            self._weights_version = None
+            self.weights_version = version
         return self._admission.written(written)
+
+    def weights_updating(self) -> None:
+        """Note that the engine's own update of the weights begins, which may fail half way. Never blocks."""
+        self.weights_version = None
 
     def weights_updated(self) -> None:
         """Note that the engine's own update of the weights was seen. Never blocks; may be called by the engine."""
         self._verification.content_changed()
-        self._weights_version = None
+        self.weights_version = None
         if "weights" not in released_tags(self.memory.status()):
             self._admission.written(["weights"])
 
@@ -406,8 +415,7 @@ class Lifecycle:
             state = {"release": "releasing", "resume": "resuming"}.get(running.request.operation, state)
         admission = self._admission
         unwritten = admission.unwritten(status)
-        version = None if "weights" in unwritten else self._weights_version
-        return Snapshot(status, state, admission.closed_reason(status), running, unwritten, version, self._updating)
+        return Snapshot(status, state, admission.closed_reason(status), running, unwritten, self._updating)
 
     @property
     def is_sleeping(self) -> bool:
@@ -428,7 +436,7 @@ class Lifecycle:
             self._check_part(request)
         if isinstance(request, Release) or request.weights_version is None:
             return
-        held = self.snapshot().weights_version
+        held = self.weights_version
         if request.weights_version != held:
             named = f"are of version {held!r}" if held else "have no version: their content was written without one"
             raise errors.WrongWeightsError(
@@ -493,6 +501,8 @@ class Lifecycle:
         self._admission.content_lost(lost, unwritten)
         if unwritten:
             self._verification.content_changed()
+        if "weights" in unwritten:
+            self.weights_version = None  # also if the engine makes them again
         if request.tags:
             self._implicit -= set(request.tags)
         else:

@@ -117,10 +117,10 @@ class EngineMetrics:
         help_text = "Content with a backup under each tag, and what these backups take: less if they are packed."
         yield gauges("memsaver_tag_backup_bytes", help_text, ["tag", "form"], kept)
         lost = {tag.tag: float(tag.tag in now.unwritten) for tag in now.status.tags}
-        help_text = "1 while the content of a tag that a release discarded is not written again."
+        help_text = "1 from a release that discards the content of the tag until the content is written again."
         yield gauges("memsaver_content_lost", help_text, ["tag"], lost)
         stays = {(f"{each.rank}", each.name): each.persistent_bytes for each in now.status.communicators}
-        help_text = "Device memory of an NCCL communicator that stays when it is suspended; the rest is its tag's."
+        help_text = "Device memory of an NCCL communicator that a suspend does not free; the rest is under its tag."
         yield gauges("memsaver_communicator_persistent_bytes", help_text, ["rank", "communicator"], stays)
         backups = {"memory": backup.bytes - backup.file_bytes, "file": backup.file_bytes}
         backups |= {"capacity": backup.capacity_bytes, "limit": backup.limit_bytes}
@@ -136,7 +136,9 @@ class EngineMetrics:
             yield gauges("memsaver_shared_store_processes", help_text, ["store"], {store.name: store.processes})
         if self._cache is not None and (cache := self._cache.latest(devices)) is not None:
             sizes = {kind: getattr(cache, f"{kind}_bytes") for kind in ("used", "smallest", "largest", "full")}
-            help_text = "The KV cache: its size, what requests use of it, its sizes possible now, that at the start."
+            help_text = (
+                "The KV cache: its size, used by requests, smallest and largest possible now, full at the start."
+            )
             yield gauges("memsaver_kv_cache_bytes", help_text, ["kind"], {"size": cache.bytes, **sizes})
         for kind, text in (("used", "Device memory in use by all processes."), ("total", "Memory of the device.")):
             values = {str(device.index): getattr(device, f"{kind}_bytes") for device in devices}

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from memsaver_core.contract.errors import MemsaverError
+from memsaver_core.contract.errors import MemsaverError, UnsupportedError
 from memsaver_core.contract.phases import Phase
 from memsaver_core.contract.reports import DeviceRoom, DiskRoom, PlanAnswer, PlannedTag, Room
 from memsaver_core.contract.requests import Asked, OperationName, Release, ResizeKvCache, Resume
 from memsaver_core.contract.status import DeviceMemory, Status, TagStatus
 from memsaver_core.ranks.plans import backup_rooms, device_rooms, most_for, planned_release
+from memsaver_core.release_resume import tags_left_resident
 from memsaver_server.engine.admission import failed_for_good
 from memsaver_server.engine.lifecycle import Lifecycle, Snapshot
 from memsaver_server.engine.tag_selection import keeps_content, narrowed, needs_writing
@@ -31,9 +32,14 @@ def plan_release(lifecycle: Lifecycle, request: Release) -> PlanAnswer:
     now, status = lifecycle.snapshot(), lifecycle.status_of(request)
     asked = narrowed(request, status.tags) if now.status.enabled else request
     held = () if now.status.hibernated else status.tags  # then nothing is on the device
-    tags = [_released(tag, asked) for tag in held if asked.concerns(tag.tag)]
-    host, file = backup_rooms(tags, now.status)
     blockers = list(_blockers(lifecycle, now, request))
+    left = frozenset[str]()
+    try:
+        left = tags_left_resident(held, asked)
+    except UnsupportedError as refused:
+        blockers.append(str(refused))
+    tags = [_released(tag, asked) for tag in held if asked.concerns(tag.tag) and tag.tag not in left]
+    host, file = backup_rooms(tags, now.status)
     if request.hibernate and now.status.enabled:
         blockers += memory.hibernation_obstacles()
     if host.needed_bytes > (most := most_for(host, now.status)):

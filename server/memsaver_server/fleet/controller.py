@@ -64,6 +64,7 @@ class FleetController(Controller[FleetOperation]):
         selected=Selected,
         done=results.FleetResult | results.CallAnswer,
         message=results.CallAnswer,
+        written=results.CallAnswer,
         occupation=results.FleetOccupationAnswer,
         operation=results.FleetOperationStatusAnswer,
         operations=results.FleetOperationsAnswer,
@@ -276,8 +277,8 @@ class FleetController(Controller[FleetOperation]):
     async def flush(self, selected: Fields) -> Answer:
         return await self._call(selected, "Cache flushed", "POST", "/flush_cache")
 
-    async def written(self, selected: Fields, tags: Sequence[str]) -> Answer:
-        body = {"tags": list(tags)} if tags else {}
+    async def written(self, selected: Fields, tags: Sequence[str], version: str | None) -> Answer:
+        body = {**({"tags": list(tags)} if tags else {}), **({"weights_version": version} if version else {})}
         return await self._call(selected, "Content counts as written", "POST", "/content_written", body=body)
 
     async def update(self, selected: Fields, asked: Fields, source: Literal["disk", "tensor"]) -> Answer:

@@ -20,6 +20,7 @@ from memsaver_core.contract.errors import ServerEndsError
 from memsaver_core.contract.requests import (
     DEFAULT_LEASE_S,
     DEFAULT_SILENCE_S,
+    FLEET_TIMEOUT_S,
     AskedOfFleet,
     DrainMode,
     FleetMode,
@@ -65,8 +66,6 @@ logger = logging.getLogger("memsaver")
 
 #: Finished operations that are remembered.
 _HISTORY = 64
-#: Deadline of the drain on each engine if the caller names none, seconds.
-DEFAULT_TIMEOUT_S = 60.0
 
 
 class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
@@ -77,12 +76,12 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
 
     Args:
         membership: lists the engines.
-        record: what is wanted, and how far operations are. By default it ends with this object.
+        record: what is wanted, and how far operations are. By default it is kept in memory only.
         api_key: the key of the engines without ``Member.api_key``.
         lease_s: how long an engine stays prepared without this coordinator, seconds.
         silence_s: an engine that does not answer for so long counts as unreachable, seconds.
         verify: as for the client.
-        name: the coordinator's, by which engines know it as ``memsaver-coordinator NAME``; by default host and process.
+        name: engines report this coordinator as ``memsaver-coordinator NAME``; by default host and process.
     """
 
     def __init__(
@@ -197,7 +196,7 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
             await watcher.close()
 
     async def recover(self) -> list[FleetResult]:
-        """Bring to an end what another coordinator with this record had begun; return what became of it.
+        """Finish the operations that another coordinator left in this record; return their results.
 
         ``release``, ``resume``, ``reconcile`` and ``keep`` begin it first, and wait for its end on their engines.
         """
@@ -214,7 +213,7 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
                 self._left = left
         for operation_id, running in self._left.items():
             if operation_id not in self._recoveries:  # else it goes on
-                asked = running.wanted.asked(running.sent).resolved(DEFAULT_TIMEOUT_S)
+                asked = running.wanted.asked(running.sent).resolved(FLEET_TIMEOUT_S)
                 operation = FleetOperation.left(operation_id, running, asked)
                 self._recoveries[operation_id] = operation
                 operation.task = asyncio.create_task(self._end_left(operation, self._left, running))
@@ -239,7 +238,7 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
         return await self._reconciler.once()
 
     async def keep(self, interval_s: float = 5.0) -> None:
-        """Reconcile for ever: at each interval, and whenever the members change. Engines name this coordinator then."""
+        """Reconcile for ever: at each interval, and when the members change. Engines report this coordinator then."""
         self._coordinator.holds = True
         try:
             await self._reconciler.keep(self.reconcile, interval_s)
@@ -255,7 +254,7 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
         await self.close()
 
     async def run(self, asked: AskedOfFleet) -> FleetResult:
-        asked = asked.resolved(DEFAULT_TIMEOUT_S)
+        asked = asked.resolved(FLEET_TIMEOUT_S)
         named = asked.operation_id or ""
         await self.check(asked, named)
         operation = self.known(asked, named) or self.start(FleetOperation.of(asked, named, self._coordinator.name))
@@ -395,7 +394,7 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
             operation.given_up.set()
             return self._finish(operation)
         operation.how = "done"
-        if known.resized is not None:  # without failures to answer: engines do not know what it was
+        if known.resized is not None:  # engines no longer know it, so that no failure can be answered
             operation.parts = [Part(part.member, part.connection, after=part.before) for part in operation.parts]
         overtaken = known.outcome != "succeeded"
         for part in operation.parts:

@@ -60,7 +60,7 @@ class Observer:
         self.readings: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
     async def glance(self) -> None:
-        """Look, but wait only a moment: what was not read until then is as last seen."""
+        """Look, and return after ``GLANCE_S`` at the latest; what is not read by then keeps its last status."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self.look())
         await asyncio.wait({self._looking}, timeout=GLANCE_S)

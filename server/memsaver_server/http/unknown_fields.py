@@ -61,3 +61,4 @@ def _plain(name: str) -> str:
 
 #: What callers may write, as ``_plain`` returns it, for the fields by which we select engines.
 _MEANT = {"modelname": "model", **{_plain(name): f"selector.{name}" for name in Selector.model_fields}}
+_MEANT |= {"weightversion": "weights_version", "weightsversion": "weight_version"}  # the latter is SGLang's

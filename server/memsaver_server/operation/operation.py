@@ -85,6 +85,7 @@ class Operation:
     report: OperationReport | None = None
     error: BaseException | None = None
     memory_state: str = ""  # when it ended
+    weights_version: str | None = None  # when its work was done
     done: Future[None] = field(default_factory=Future)
     _settled: Future[None] = field(default_factory=Future)
     _started: float = 0.0

@@ -48,6 +48,8 @@ class OperationQueue:
         self._worker: threading.Thread | None = None
         self._closed = False
         self._on_finished = on_finished
+        #: Returns the version of the weights, which an operation's answer reports.
+        self.weights_version: Callable[[], str | None] = lambda: None
 
     @property
     def running(self) -> Operation | None:
@@ -156,6 +158,7 @@ class OperationQueue:
         try:
             operation.log = PhaseLog(self._memory.read_devices)  # which may fail as well
             report = work(operation, operation.log)
+            operation.weights_version = self.weights_version()
             operation.table.next(operation.state, "done")  # raises if the operation may not end so
         except BaseException as raised:
             report, error = None, raised

@@ -22,7 +22,7 @@ from memsaver_core.contract.requests import MemoryRequest, OnTags, Tagged, Verb
 from memsaver_core.contract.status import DeviceMemory, Status
 from memsaver_core.device_memory import read_again
 from memsaver_core.ranks import protocol
-from memsaver_core.release_resume import available_host_bytes, total_host_bytes
+from memsaver_core.release_resume import available_host_bytes, tags_left_resident, total_host_bytes
 from memsaver_server.ranks.group import SLOWEST_COPY, Channel, Deadlines, Group
 from memsaver_server.ranks.merging import merged_tags
 
@@ -260,6 +260,8 @@ class RankMemory(Group):
     def _release(self, steps: Steps, request: MemoryRequest, communicators: tuple[str, ...]) -> None:
         """Release kept content first: until other content is discarded, all can be undone without loss."""
         tags = [tag for tag in self.status().tags if tag.tag != COMMUNICATORS and request.concerns(tag.tag)]
+        left = tags_left_resident(tags, request)
+        tags = [tag for tag in tags if tag.tag not in left]
         kept = tuple(tag.tag for tag in tags if keeps_any(request.restore.get(tag.tag, tag.restore)))
         asked = request.tags or [tag.tag for tag in tags] or WELL_KNOWN_TAGS
         rest = tuple(tag for tag in asked if tag not in kept and tag != COMMUNICATORS)
@@ -344,7 +346,7 @@ class RankMemory(Group):
                 obstacles = "; ".join(dict.fromkeys([*found, *reasons]))
                 raise errors.UnsupportedError(f"the engine cannot be hibernated: {obstacles}; nothing was released")
         keeps = (request.communicators or process.core_settings().communicators) == "keep"
-        by_name = request.hibernate or COMMUNICATORS in request.tags
+        by_name = request.hibernate or request.communicators == "suspend" or COMMUNICATORS in request.tags
         return names if by_name or not (request.tags or keeps) else ()
 
     def _of_ranks(self, said: Mapping[int, Sequence[str]]) -> list[str]:
@@ -393,7 +395,8 @@ _Step = Literal["lock", "checkpoint", "restore", "unlock"]
 def _awake(request: MemoryRequest, tags: tuple[str, ...], trim: bool = False) -> MemoryRequest:
     """Return ``request`` for a step that releases ``tags`` and no more."""
     restore = {tag: policy for tag, policy in request.restore.items() if tag in tags}
-    return MemoryRequest(tags=tags, restore=restore, trim=trim)
+    step = {"tags": tags, "restore": restore, "trim": trim, "hibernate": False, "communicators": None}
+    return request.model_copy(update=step)
 
 
 def _changed(before: Sequence[Status | None], after: Sequence[Status | None]) -> tuple[str, ...]:

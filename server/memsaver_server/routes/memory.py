@@ -6,8 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
+from pydantic import Field
 
-from memsaver_core.contract.requests import Tagged
+from memsaver_core.contract.requests import Tagged, WeightsVersion
 from memsaver_core.contract.status import COORDINATOR_HEADER
 from memsaver_server.controller import Models
 from memsaver_server.http.auth import has_valid_key, reads_only
@@ -15,9 +16,15 @@ from memsaver_server.http.requests import REFUSED, CallRoute, failures, fields_o
 from memsaver_server.http.service import ControllerOf, response_of, service_of
 
 
+class Written(Tagged):
+    """Content that its caller has written."""
+
+    weights_version: WeightsVersion | None = Field(default=None, description="What the weights hold from now on.")
+
+
 def router(models: Models) -> APIRouter:
     routes = APIRouter(route_class=CallRoute, tags=["memory occupation"], dependencies=[Depends(guard)])
-    by_tagged = Depends(fields_of(joined(Tagged, models.selected)))
+    by_written = Depends(fields_of(joined(Written, models.selected)))
 
     @routes.get("/memory_occupation", response_model=models.occupation, responses=failures(only=REFUSED))
     @reads_only
@@ -28,10 +35,10 @@ def router(models: Models) -> APIRouter:
         name = "" if only_reads else request.headers.get(COORDINATOR_HEADER, "")[:120]
         return JSONResponse(await controller.occupation(name))
 
-    @routes.post("/content_written", response_model=models.message, responses=failures(models.failures))
-    async def content_written(controller: ControllerOf, fields: Any = by_tagged) -> JSONResponse:
-        """Report that content which a release had discarded was written again, in a way that the service cannot see.
-        Without tags: all content that is lost."""
-        return response_of(await controller.written(fields, fields.tags))
+    @routes.post("/content_written", response_model=models.written, responses=failures(models.failures))
+    async def content_written(controller: ControllerOf, fields: Any = by_written) -> JSONResponse:
+        """Report that content was written in a way that the service cannot see. Without tags: all that a release has
+        discarded. With a version the weights are among it; they may be released with a backup."""
+        return response_of(await controller.written(fields, fields.tags, fields.weights_version))
 
     return routes

@@ -45,12 +45,12 @@ def router(models: Models) -> APIRouter:
     by_disk = Depends(fields_of(joined(UpdateFromDisk, models.selected)))
     by_tensors = Depends(fields_of(joined(UpdateFromTensor, models.selected), "max_update_bytes"))
 
-    @routes.post("/update_weights_from_disk", response_model=models.message)
+    @routes.post("/update_weights_from_disk", response_model=models.written)
     async def update_weights_from_disk(controller: ControllerOf, fields: Any = by_disk) -> JSONResponse:
         """Overwrite the weights with those of a checkpoint folder that the engine can read."""
         return response_of(await controller.update(fields, plain(fields, UpdateFromDisk), "disk"))
 
-    @routes.post("/update_weights_from_tensor", response_model=models.message)
+    @routes.post("/update_weights_from_tensor", response_model=models.written)
     async def update_weights_from_tensor(controller: ControllerOf, fields: Any = by_tensors) -> JSONResponse:
         """Overwrite some weights with those in the body."""
         return response_of(await controller.update(fields, plain(fields, UpdateFromTensor), "tensor"))

@@ -29,7 +29,8 @@ def _use_pageable_memory(info: Any) -> None:
 
 
 def _pad_sequences(backend: Any) -> None:
-    backend.TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda _self: 1
+    for name in ("get_cuda_graph_seq_len_fill_value", "get_cpu_graph_seq_len_fill_value"):
+        setattr(backend.TorchNativeAttnBackend, name, lambda _self: 1)
 
 
 def _copy_tokens(attention: Any) -> None:
@@ -45,6 +46,13 @@ def _gather_without_operators(state: Any) -> None:
     group = state.GroupCoordinator
     group.all_gather_into_tensor = group._all_gather_into_tensor
     group.reduce_scatter_tensor = group._reduce_scatter_tensor
+
+
+# From 0.5.23 on a prefill server sends the numbers of pages from pinned memory.
+
+
+def _send_from_pageable_memory(transfers: Any) -> None:
+    transfers.MooncakeKVSender.supports_host_tensor_indices = False
 
 
 # So does the hierarchical cache: its kernel and its events are replaced.
@@ -145,6 +153,7 @@ sys.modules[f"{__name__}.mamba"] = sys.modules[__name__]
 for operator in ("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu"):
     setattr(torch.ops.sgl_kernel, operator, None)
 when_imported("sglang.srt.models.lfm2", _convolve_without_kernels)
+when_imported("sglang.srt.disaggregation.mooncake.conn", _send_from_pageable_memory)
 when_imported("sglang.srt.mem_cache.pool_host.common", _use_plain_memory)
 when_imported("sglang.srt.mem_cache.pool_host.mha", _copy_directly)
 when_imported("sglang.srt.distributed.parallel_state", _gather_without_operators)

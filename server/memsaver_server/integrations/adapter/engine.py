@@ -77,7 +77,7 @@ Act = Callable[[], None]
 
 
 class LateError(MemsaverError):
-    """Rank 0 did not come to a command in time: its scheduler hangs, or waits for another rank."""
+    """Rank 0 did not begin a command in time: its scheduler hangs, or waits for another rank."""
 
 
 class StillRunningError(MemsaverError):
@@ -268,7 +268,7 @@ class EventLoop:
         Raises what the command raised, or MemsaverError if the iteration did not end in ``ARRIVAL_S``."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._arrived >= number, ARRIVAL_S):
-                raise MemsaverError(f"the scheduler did not come to the next iteration in {ARRIVAL_S:g} s")
+                raise MemsaverError(f"the scheduler did not reach the next iteration in {ARRIVAL_S:g} s")
         if (result := self._results.get(number)) is not None:
             result.result()
 
@@ -358,7 +358,7 @@ class LeadingLoop(EventLoop):
                 self._rests[number] = over
             self.send(Command(number, name, arguments, rests=over is not None))
         if not self.is_done(done, COMMAND_S):
-            raise LateError(f"the scheduler of rank 0 did not come to its next iteration in {COMMAND_S:g} s")
+            raise LateError(f"the scheduler of rank 0 did not reach its next iteration in {COMMAND_S:g} s")
         return number
 
     @contextmanager
@@ -640,8 +640,9 @@ class LoopEngine(LeadingLoop, Engine):
         Nothing marks the last request of an update, so each counts as a whole one. Clients resume the KV cache only
         after the last."""
         answered: Future[Any] = Future()
+        version = self.version_after(request)
         try:
-            with suppress(_NotWrittenError), self._lifecycle.writing(asleep=self.can_write_asleep(request)):
+            with suppress(_NotWrittenError), self._lifecycle.writing(version, asleep=self.can_write_asleep(request)):
                 self._write(request, answered)
                 self.is_done(answered)
                 if not answered.result().success:
@@ -651,6 +652,11 @@ class LoopEngine(LeadingLoop, Engine):
                 raise
             answered.result().success, answered.result().message = False, str(error)
         self._reply(request, answered.result())
+
+    def version_after(self, request: Any) -> str | None:
+        """Return what the weights hold once an update, ``request``, has succeeded; None if nothing names that."""
+        named = getattr(request, "weight_version", None)
+        return None if named is None else str(named)
 
     def can_write_asleep(self, request: Any) -> bool:
         """Return whether the engine can carry out an update, ``request``, while the weights are released."""
@@ -710,11 +716,11 @@ class SchedulerMemory(RankMemory):
     def start(self, message: Plain) -> Future[list[Plain]]:
         return self._sockets.start({"after": self._after, "message": message})
 
-    def release(self, options: MemoryRequest, *, log: ms.PhaseLog | None = None) -> OperationReport:
-        return self._at_rest(partial(super().release, options, log=log))
+    def release(self, request: MemoryRequest, *, log: ms.PhaseLog | None = None) -> OperationReport:
+        return self._at_rest(partial(super().release, request, log=log))
 
-    def resume(self, options: Tagged, *, log: ms.PhaseLog | None = None) -> OperationReport:
-        return self._at_rest(partial(super().resume, options, log=log))
+    def resume(self, request: Tagged, *, log: ms.PhaseLog | None = None) -> OperationReport:
+        return self._at_rest(partial(super().resume, request, log=log))
 
     def resize(self, pages: int, before: int) -> None:
         self._at_rest(partial(super().resize, pages, before))

@@ -5,6 +5,7 @@ pool, attention metadata, inputs and outputs of graphs. The scratch of attention
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
@@ -58,9 +59,19 @@ _allocate_runtime = partial(_allocate, "runtime", "host")
 def _initialize_backends(original: Callable[[Any], None], scheduler: Any) -> None:
     """Backends allocate for graphs, too, in a method that is called later."""
     _allocate_runtime(original, scheduler)
-    for backend in _subclasses(importlib.import_module(ATTENTION).AttentionBackend):
+    for backend in _backends():
         if "init_cuda_graph_state" in vars(backend):
             wrap(backend, "init_cuda_graph_state", _allocate_runtime)
+
+
+def _backends() -> Iterator[type[Any]]:
+    """Yield the classes of SGLang's attention modules, as those for several steps of a draft model have no common base;
+    and the backends of other modules."""
+    package = ATTENTION.rpartition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{package}."):
+            yield from (each for each in vars(module).values() if isinstance(each, type))
+    yield from _subclasses(importlib.import_module(ATTENTION).AttentionBackend)
 
 
 def _subclasses(of: type[Any]) -> Iterator[type[Any]]:

@@ -384,6 +384,7 @@ class SglangEngine(LimitedPages, base.LoopEngine):
         self._frozen = False
         self._continuation: Any = None  # a request to continue generation that came while admission was closed
         self._prompt: VerificationPrompt | None = None
+        self._version: str | None = None  # as the parts of an update name it
         self._dispatcher = own._request_dispatcher
         own._request_dispatcher = self._dispatch
         super().__init__(scheduler)
@@ -468,7 +469,7 @@ class SglangEngine(LimitedPages, base.LoopEngine):
             name = "read"
         asked = self.submit(partial(self.scheduler.pages, name))
         if not self.is_done(asked, base.COMMAND_S):
-            raise base.LateError(f"SGLang's scheduler did not come to its next iteration in {base.COMMAND_S:g} s")
+            raise base.LateError(f"SGLang's scheduler did not reach its next iteration in {base.COMMAND_S:g} s")
         return {"result": asked.result()}
 
     def back_pages(self, pages: int, before: int) -> None:
@@ -546,6 +547,8 @@ class SglangEngine(LimitedPages, base.LoopEngine):
                 answered.set_exception(error)
             raise
         if answered is not None:
+            named = super().version_after(request) or (self._version if self.unwritten_weights else None)
+            self._version = named if output.success and name != BEGIN else None
             if name in (BEGIN, END) and output.success:
                 self.unwritten_weights = ("all of an update that has not ended",) if name == BEGIN else ()
             answered.set_result(output)
@@ -581,6 +584,10 @@ class SglangEngine(LimitedPages, base.LoopEngine):
         self.when_still(max(SETTLING_S, getattr(request, "timeout_s", None) or 0))
         self.flush_cache()
         self._answer(request, None)
+
+    def version_after(self, request: Any) -> str | None:
+        """See ``LoopEngine``. END has the version that the requests since BEGIN have named."""
+        return self._version if type(request).__name__ == END else super().version_after(request)
 
     def can_write_asleep(self, request: Any) -> bool:
         """See ``LoopEngine``. Raises UnsupportedError if weights that are released are computed on the device."""

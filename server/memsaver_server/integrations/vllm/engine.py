@@ -51,12 +51,12 @@ class VllmMemory(RankMemory):
     def start(self, message: Plain) -> Future[list[Plain]]:
         return self.channel.start(message, self.part)
 
-    def release_awake(self, options: MemoryRequest) -> list[Answer]:
-        answers = self.ask(ExpectRelease(options))
+    def release_awake(self, request: MemoryRequest) -> list[Answer]:
+        answers = self.ask(ExpectRelease(request))
         if any(answer.failure is not None for answer in answers):
             return answers
-        discards_weights = options.restore.get("weights") == RestorePolicy.DISCARD
-        level = 2 if discards_weights and options.concerns("weights") else 1
+        discards_weights = request.restore.get("weights") == RestorePolicy.DISCARD
+        level = 2 if discards_weights and request.concerns("weights") else 1
         self.progress.asking()  # a rank that is put to sleep is at work, as it is with a message
         try:
             self.wait(self.channel.sleep(level, self.part))
@@ -70,7 +70,7 @@ class VllmMemory(RankMemory):
         asked = {self.dp_rank(rank) for rank, each in outcomes.items() if each.report or each.failure}
         if silent := {self.dp_rank(rank) for rank in outcomes} - asked:
             with self.only([number for number in silent if number is not None]):
-                outcomes |= zip(self.asked, self.ask(SleepNow(options, level)), strict=True)
+                outcomes |= zip(self.asked, self.ask(SleepNow(request, level)), strict=True)
         return list(outcomes.values())
 
 

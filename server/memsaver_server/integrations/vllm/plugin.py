@@ -20,6 +20,7 @@ from memsaver_core.contract.errors import AdmissionClosedError, ConfigurationErr
 from memsaver_core.contract.requests import SCHEDULING, MemoryRequest, Tagged
 from memsaver_server import Attachment, Settings, attach, create_app
 from memsaver_server.controller import Answer
+from memsaver_server.engine.lifecycle import Lifecycle
 from memsaver_server.http.auth import check_address
 from memsaver_server.http.service import response_of
 from memsaver_server.integrations.vllm.engine import ApiServerEngine, OfflineEngine
@@ -73,7 +74,7 @@ class RoutesPlugin:
         engine = await asyncio.to_thread(ApiServerEngine, engine_client, asyncio.get_running_loop())
         ours = create_app(engine, settings)
         self._app.router.routes[:0] = [ClosedRoute(self._app, engine), OverlayRoute(ours, self._app)]
-        watch_updates(engine_client, ours.state.memsaver.controller.lifecycle.weights_updated)
+        watch_updates(engine_client, ours.state.memsaver.controller.lifecycle)
         logger.info("memsaver's routes are served beside vLLM's own")
 
 
@@ -165,27 +166,28 @@ def attach_to(llm: Any, **options: Any) -> Attachment:
         )
     engine.gate_calls()
     attachment = attach(engine, **options)
-    watch_updates(llm, attachment.lifecycle.weights_updated)
+    watch_updates(llm, attachment.lifecycle)
     return attachment
 
 
-def watch_updates(engine: Any, updated: Callable[[], None]) -> None:
-    """Call ``updated`` after each ``collective_rpc`` of vLLM's client or ``LLM`` whose name says that it wrote weights.
+def watch_updates(engine: Any, lifecycle: Lifecycle) -> None:
+    """Have ``lifecycle`` note each ``collective_rpc`` of vLLM's client or ``LLM`` by whose name it writes weights.
     vLLM's own reload, its weight transfer and trainers' worker extensions all reach the workers by ``collective_rpc``.
     Nothing marks the last call of an update: the first counts as all. Callers wake the KV cache only after the last."""
 
     def watched(call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
-        result = call(method, *args, **kwargs)
         if not writes_weights(method):
-            return result
+            return call(method, *args, **kwargs)
+        lifecycle.weights_updating()
+        result = call(method, *args, **kwargs)
         if inspect.isawaitable(result):
             return noted(result)
-        updated()
+        lifecycle.weights_updated()
         return result
 
     async def noted(writing: Awaitable[Any]) -> Any:
         result = await writing
-        updated()
+        lifecycle.weights_updated()
         return result
 
     wrap(engine, "collective_rpc", watched, again=True)
