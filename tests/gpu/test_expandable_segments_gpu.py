@@ -17,6 +17,8 @@ import sys, warnings, torch, memsaver_core as ms
 warnings.simplefilter("ignore")
 if sys.argv[1:]:
     torch.cuda.memory._set_allocator_settings(sys.argv[1])
+torch.cuda.init()
+assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
 outside = torch.ones(64 << 20, device="cuda")  # in an expandable segment
 try:
     with ms.region("weights", restore="host"):
@@ -32,6 +34,13 @@ else:
     whole = bool((inside == 1).all() and (outside == 1).all())
     print("fell" if fell >= 240 << 20 else f"fell by {fell} alone", whole)
 """
+
+
+def test_a_region_refuses_where_torch_would_allocate_outside() -> None:
+    """As torch did before 2.11."""
+    older = PROGRAM.replace("torch.cuda.init()", "torch.cuda.init(); torch.__version__ = '2.10.0'")
+    inherited = {name: value for name, value in os.environ.items() if name not in NAMES}
+    assert output_of(older, inherited=inherited, PYTORCH_ALLOC_CONF=SETTING).strip() == "refused"
 
 
 @pytest.mark.parametrize("where", [*NAMES, "at run time"])
