@@ -20,7 +20,6 @@ import torch
 
 from memsaver_core import _native, nvml
 from memsaver_core.backends import Backend, Stack
-from memsaver_core.contract.errors import ConfigurationError
 from memsaver_core.contract.status import DeviceMemory, TorchMemory
 
 logger = logging.getLogger("memsaver")
@@ -268,7 +267,6 @@ class CudaBackend(Backend):
         number = _native.allocator_for(tag, restore, chunk_bytes)
         allocator = self._allocators.get(number)
         if allocator is None:
-            _refuse_expandable_segments(tag)
             if self.has_host_memory(device):
                 logger.warning("device %d has no memory but the host's: only file and discard free memory", device)
             functions = (f"memsaver_torch_malloc_{number}", "memsaver_torch_free")
@@ -285,17 +283,6 @@ class _Part:
         self.__cuda_array_interface__ = {
             "shape": (nbytes,), "typestr": "|u1", "data": (buffer.address + offset, False), "version": 2
         }  # fmt: skip
-
-
-def _refuse_expandable_segments(tag: str) -> None:
-    """Raise ConfigurationError if torch would put a region's tensors where a release does not free them."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11):
-        return
-    if torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]:
-        raise ConfigurationError(
-            f"region {tag!r}: torch {torch.__version__} allocates expandable segments outside of every region; remove "
-            "expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF, or use torch 2.11 or newer"
-        )
 
 
 @lru_cache

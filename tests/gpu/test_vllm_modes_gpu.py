@@ -147,12 +147,13 @@ class Replicas(NamedTuple):
 
 @pytest.fixture(scope="module")
 def replicas(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
-    """No host memory is pinned before the first sleep."""
-    logs, before, late = tmp_path_factory.mktemp("log"), used(), {"MEMSAVER_PREPARE_BACKUP": "0"}
+    """No host memory is pinned before the first sleep. torch allocates in expandable segments outside of regions."""
+    logs, before = tmp_path_factory.mktemp("log"), used()
+    environment = {"MEMSAVER_PREPARE_BACKUP": "0", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     arguments = ("--enforce-eager", "--no-enable-prefix-caching", *EXTENDED)
     with (
-        serving(model, logs / "first", *arguments, **late) as (first, _),
-        serving(model, logs / "second", *arguments, "--host", "0.0.0.0", **late) as (second, _),
+        serving(model, logs / "first", *arguments, **environment) as (first, _),
+        serving(model, logs / "second", *arguments, "--host", "0.0.0.0", **environment) as (second, _),
     ):
         assert second.get("/memory_occupation").status_code == 404
         yield Replicas(first, second, before)
