@@ -3,12 +3,15 @@ share a store, one loads an update from files; the others take what that one has
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Literal
+
+import torch
 
 from memsaver_core import process
 from memsaver_core.contract.errors import BackupError, MemsaverError
@@ -76,6 +79,7 @@ class Update:
         self._lending: Lending | None = None
         self._loading: Loading | None = None
         self._entry: int | None = None  # of the store, found or claimed
+        self._others = b""
 
     def take(self, step: Step) -> str:
         """Take a step; after ``commit`` or ``drop``, begin anew. ``find`` returns what ``Loading.find`` does, empty if
@@ -88,6 +92,7 @@ class Update:
             case "fill":
                 return self._fill()
             case "keep" if self._lending is not None:
+                self._check_others(self._lending)
                 self._lending.keep()
             case "commit" | "drop":
                 self._end(commit=step == "commit")
@@ -115,14 +120,26 @@ class Update:
 
     def _lend(self) -> None:
         self._lending = Lending(self._tag, self._processes)
-        if self._loading is not None and not self._loading.has_all_of(self._lending.storages):
-            logger.warning("an update of %s is not shared: it has tensors that load_weights has not filled", self._tag)
+        self._others = self._digest_of_others(self._lending)
+
+    def _digest_of_others(self, lending: Lending) -> bytes:
+        """Return a digest of the tensors that are not in the store: the model makes them itself."""
+        digest = hashlib.blake2b()
+        for number, storage in lending.storages.items():
+            if self._entry is not None and self._loading is not None and not self._loading.has(number):
+                digest.update(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+        return digest.digest()
+
+    def _check_others(self, lending: Lending) -> None:
+        """Have no engine find this update if it has written more than the tensors that they would find."""
+        if self._digest_of_others(lending) != self._others:
+            logger.warning("an update of %s is not shared: it writes tensors that are not in the store", self._tag)
             self._give(self._entry)
-            self._loading = self._entry = None
+            self._entry = None
 
     def _fill(self) -> str:
-        if self._lending is None or self._loading is None:
-            return "not all tensors are shared"
+        assert self._lending is not None
+        assert self._loading is not None
         try:
             self._loading.copy_to(self._lending.storages)
         except (MemsaverError, ValueError) as error:

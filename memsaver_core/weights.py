@@ -172,9 +172,9 @@ class Loading:
                 backend.empty_cache()
         self._saver.trim_backup_memory()  # through which content passed
 
-    def has_all_of(self, storages: Iterable[int]) -> bool:
-        """Return whether these storages, by ``_cdata``, are all of these tensors."""
-        return set(storages) <= {storage._cdata for storage in self._storages}
+    def has(self, storage: int) -> bool:
+        """Return whether the storage of this ``_cdata`` is of these tensors."""
+        return any(each._cdata == storage for each in self._storages)
 
     def copy_to(self, lent: Mapping[int, torch.UntypedStorage]) -> None:
         """Copy what the store has to the storages in host memory that stand for the tensors' own, whose ``_cdata`` are

@@ -19,10 +19,15 @@ LOAD_FORMAT = "memsaver"
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters, and the buffers on the device: others are made by the model itself."""
+    """Return the parameters, and the buffers on the device that a checkpoint may have. Others are made by the model
+    itself, and some are replaced later: SGLang makes a longer cache of rotary embeddings."""
     device = process.torch_device().type
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if buffer.device.type == device)
-    return dict([*model.named_parameters(), *buffers])
+    tensors = dict[str, torch.Tensor](model.named_parameters())
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if buffer.device.type == device and name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                tensors[name] = buffer
+    return tensors
 
 
 def weights_key(model: str, config: Any, cache: str | None, **rest: Any) -> ms.WeightsKey | None:

@@ -290,14 +290,15 @@ def test_an_update_that_is_damaged_is_loaded_anew(store: str, running: list[Any]
     assert third.does("resume") == sums
 
 
-def test_an_update_is_not_shared_if_it_may_write_other_tensors(store: str, running: list[Any]) -> None:
+@pytest.mark.parametrize("writes", [False, True])
+def test_an_update_is_not_shared_if_it_writes_other_tensors(store: str, running: list[Any], writes: bool) -> None:
     first, second = running[:] = [Engine(store), Engine(store)]
     for engine in (first, second):
         engine.load()
         engine.does("more")
         engine.does("release")
-    assert first.does("update", {"revision": "r2"}) == 2
-    assert second.does("update", {"revision": "r2"}) == 1
+    assert first.does("update", {"revision": "r2", "more": writes}) == 2
+    assert second.does("update", {"revision": "r2", "more": writes}) == writes
     assert first.does("resume") == second.does("resume")
 
 

@@ -50,6 +50,8 @@ class Engine:
         """Write other weights while these are released, if the store has them not. Return how often it has loaded."""
         with updates.written_asleep("weights", ms.WeightsKey("an update", given["revision"])):
             if "weights" not in updates.filled_tags:
+                if given.get("more"):
+                    self.more.add_(1)
                 self.loads += 1
                 self.first.copy_(torch.arange(ELEMENTS) + given.get("begin", 0.25))
                 self.last.mul_(3)
