@@ -144,7 +144,11 @@ class Loading:
         """Return released memory whose backup is what the store has; raise BackupError if that lacks a part."""
         policy = policy_for(self._tag, None).value
         nbytes, blocks = allocation
-        return _native.HostBuffer(self._saver, self._device, self._tag, policy, nbytes, blocks=blocks)
+        try:
+            return _native.HostBuffer(self._saver, self._device, self._tag, policy, nbytes, blocks=blocks)
+        except BackupError as error:
+            more = "the process that gave it has replaced it; a keeper (memsaver store keep) would have held it"
+            raise BackupError(f"{error}: {more}") from error
 
     def _fill(self) -> None:
         """Put the tensors on memory with the content that the store has; raise MemsaverError or ValueError. Tensors

@@ -16,18 +16,18 @@ logger = logging.getLogger("memsaver")
 
 #: As engines are asked for it: ``--load-format memsaver``.
 LOAD_FORMAT = "memsaver"
+#: The cache of rotary embeddings, which SGLang replaces by a longer one after it has loaded the weights.
+MADE = "cos_sin_cache"
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters, and the buffers on the device that a checkpoint may have. Others are made by the model
-    itself, and some are replaced later: SGLang makes a longer cache of rotary embeddings."""
+    """Return the parameters, and the buffers on the device, some of which loaders fill although checkpoints lack them;
+    not what models make themselves: other buffers, and ``MADE``."""
     device = process.torch_device().type
-    tensors = dict[str, torch.Tensor](model.named_parameters())
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if buffer.device.type == device and name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                tensors[name] = buffer
-    return tensors
+    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.device.type == device}
+    return dict(model.named_parameters()) | {
+        name: buffer for name, buffer in buffers.items() if name.rpartition(".")[2] != MADE
+    }
 
 
 def weights_key(model: str, config: Any, cache: str | None, **rest: Any) -> ms.WeightsKey | None:

@@ -228,6 +228,7 @@ def test_what_is_gone_in_part_is_loaded_anew(store: str, running: list[Any]) -> 
     first.does("release")
     why, loads, now = second.load()
     assert "the shared store lacks a block" in why
+    assert "a keeper (memsaver store keep) would have held it" in why
     assert (loads, now) == (1, sums)
     assert third.load() == ["", 0, sums]
 

@@ -34,9 +34,8 @@ def test_a_server_takes_its_weights_from_the_store(start: Start) -> None:
 
 
 def test_two_servers_that_start_at_once_share_a_load(start: Start) -> None:
-    """With a keeper; without one, blocks that the first server gave may be gone when the second one looks for them."""
+    """Without a keeper: what SGLang replaces after it has loaded the weights is not in the store."""
     store = f"test-{uuid4().hex[:12]}"
-    keeper = Keeper(store)
     servers = [start(*OPTIONS, wait=False, MEMSAVER_SHARED_BACKUPS=store) for _ in range(2)]
     for each in servers:
         each.wait_until_up()
@@ -44,7 +43,6 @@ def test_two_servers_that_start_at_once_share_a_load(start: Start) -> None:
     assert sorted(loaded) == [False, True]
     assert ["came from the shared store" in each.output() for each in servers] == [not each for each in loaded]
     assert servers[0].generate() == servers[1].generate()
-    keeper.end(signal.SIGTERM)
 
 
 def test_an_update_while_released_is_loaded_once(start: Start, tmp_path: Path) -> None:
