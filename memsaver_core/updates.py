@@ -127,7 +127,7 @@ class Update:
         digest = hashlib.blake2b()
         for number, storage in lending.storages.items():
             if self._entry is not None and self._loading is not None and not self._loading.has(number):
-                digest.update(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+                digest.update(torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data)
         return digest.digest()
 
     def _check_others(self, lending: Lending) -> None:
