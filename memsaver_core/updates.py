@@ -79,6 +79,7 @@ class Update:
         self._lending: Lending | None = None
         self._loading: Loading | None = None
         self._entry: int | None = None  # of the store, found or claimed
+        self._claimed = False
         self._others = b""
 
     def take(self, step: Step) -> str:
@@ -115,7 +116,7 @@ class Update:
         if found == "awaited":
             store.wait_for_change()
         elif found != "no_room":
-            self._entry = entry
+            self._entry, self._claimed = entry, found == "claimed"
         return found
 
     def _lend(self) -> None:
@@ -126,7 +127,7 @@ class Update:
         """Return a digest of the tensors that are not in the store: the model makes them itself."""
         digest = hashlib.blake2b()
         for number, storage in lending.storages.items():
-            if self._entry is not None and self._loading is not None and not self._loading.has(number):
+            if self._claimed and self._loading is not None and not self._loading.has(number):
                 digest.update(torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data)
         return digest.digest()
 
@@ -135,7 +136,7 @@ class Update:
         if self._digest_of_others(lending) != self._others:
             logger.warning("an update of %s is not shared: it writes tensors that are not in the store", self._tag)
             self._give(self._entry)
-            self._entry = None
+            self._entry, self._claimed = None, False
 
     def _fill(self) -> str:
         assert self._lending is not None
@@ -153,6 +154,7 @@ class Update:
     def _end(self, commit: bool) -> None:
         filled, lending, loading, entry = self._tag in filled_tags, self._lending, self._loading, self._entry
         filled_tags.discard(self._tag)
+        claimed, self._claimed = self._claimed, False
         self._lending = self._loading = self._entry = None
         with ExitStack() as at_end:
             at_end.callback(self._give, entry)
@@ -162,7 +164,7 @@ class Update:
                 return
             if filled:
                 logger.info("the update of %s came from the shared store", self._tag)
-            else:
+            if claimed:
                 try:
                     loading.publish(entry)
                 except (MemsaverError, ValueError) as error:

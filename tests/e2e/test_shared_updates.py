@@ -18,9 +18,10 @@ from memsaver_server.client import Client
 from memsaver_server.client.errors import InvalidRequestError
 from memsaver_server.reference.builtin_model import small_checkpoint
 from memsaver_server.reference.weights import fill_random
+from tests.reliability.test_keeper import listed
 from tests.waiting import wait_until
 
-from .serving import FORKED_RANKS, Server, serving
+from .serving import FORKED_RANKS, Server, memsaver, serving
 from .test_warm_start import damage
 
 #: ``memsaver``, which notes each checkpoint that it loads in the file LOADS, and then waits while the file HELD exists.
@@ -161,3 +162,27 @@ def test_an_update_that_fails_is_not_shared(replicas: Replicas, trained: Path) -
             each.update(trained)
     assert [each.tokens(None) for each in (replicas.first, replicas.second)] == expected
     assert len(replicas.loads()) == 2
+
+
+def test_all_ranks_load_if_the_store_lacks_the_part_of_one(trained: Path) -> None:
+    """Then it has that part again."""
+    store = f"test-{uuid.uuid4().hex[:12]}"
+    changes = {"MEMSAVER_SHARED_BACKUPS": store, "MEMSAVER_HOST_BACKUP_LIMIT": "1GiB"}
+
+    def parts() -> dict[int, str]:
+        return {each["rank"]: each["id"] for each in listed(store) if each["model"] == str(trained)}
+
+    with ExitStack() as programs:
+        options = ("--tensor-parallel", "2")
+        servers = [programs.enter_context(serving(*options, changes=changes, program=FORKED_RANKS)) for _ in range(2)]
+        first, second = (programs.enter_context(Replica(each)) for each in servers)
+        first.update(trained)
+        assert memsaver("store", "drop", store, parts()[1]).returncode == 0
+        assert set(parts()) == {0}
+        second.update(trained)
+        assert set(parts()) == {0, 1}
+        assert first.tokens() == second.tokens()
+        first.release()
+        damage(trained)
+        first.update(trained)
+        assert first.tokens() == second.tokens()
