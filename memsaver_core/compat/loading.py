@@ -16,13 +16,18 @@ logger = logging.getLogger("memsaver")
 
 #: As engines are asked for it: ``--load-format memsaver``.
 LOAD_FORMAT = "memsaver"
+#: The cache of rotary embeddings, which SGLang replaces by a longer one after it has loaded the weights.
+MADE = "cos_sin_cache"
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters, and the buffers on the device: others are made by the model itself."""
+    """Return the parameters, and the buffers on the device, some of which loaders fill although checkpoints lack them;
+    not what models make themselves: other buffers, and ``MADE``."""
     device = process.torch_device().type
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if buffer.device.type == device)
-    return dict([*model.named_parameters(), *buffers])
+    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.device.type == device}
+    return dict(model.named_parameters()) | {
+        name: buffer for name, buffer in buffers.items() if name.rpartition(".")[2] != MADE
+    }
 
 
 def weights_key(model: str, config: Any, cache: str | None, **rest: Any) -> ms.WeightsKey | None:
