@@ -263,7 +263,8 @@ class Calls(Caller):
 
     async def update_weights_from_disk(self, model_path: str | PathLike[str], version: str | None = None) -> str:
         """Overwrite the weights with a checkpoint folder that the server can read; returns the service's message. Some
-        engines can do so while the weights are released: the next resume brings in what was written. ``version`` names what they hold from then on; a resume may demand it as ``weights_version``.
+        engines can do so while the weights are released: the next resume brings in what was written. ``version`` names
+        what the weights hold from then on; a resume may demand it as ``weights_version``.
 
         Raises:
             InvalidRequestError: the folder's model has another shape; nothing was written.
