@@ -24,10 +24,12 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters, and the buffers on the device, some of which loaders fill although checkpoints lack them;
     not what models make themselves: other buffers, and ``MADE``."""
     device = process.torch_device().type
-    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.device.type == device}
-    return dict(model.named_parameters()) | {
-        name: buffer for name, buffer in buffers.items() if name.rpartition(".")[2] != MADE
-    }
+    buffers = (
+        (name, buffer)
+        for name, buffer in model.named_buffers()
+        if buffer.device.type == device and name.rpartition(".")[2] != MADE
+    )
+    return dict([*model.named_parameters(), *buffers])
 
 
 def weights_key(model: str, config: Any, cache: str | None, **rest: Any) -> ms.WeightsKey | None:
