@@ -18,6 +18,8 @@ BUILD_TOOLS := scikit-build-core pybind11 cmake ninja
 # A version for which there is a tests/sglang/requirements-VERSION.txt.
 SGLANG ?= 0.5.17
 SGLANG_VENV := build/sglang-$(SGLANG)
+VLLM ?= 0.33.0
+VLLM_VENV := build/vllm-$(VLLM)
 TOKENSPEED_VENV := build/tokenspeed
 RAY_VENV := build/ray
 # Else each program that the tests start compiles torch's modules again.
@@ -26,7 +28,7 @@ NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 
 LINTS := ruff clang-format mypy imports includes sizes words locks generated workflows
 
-.PHONY: help demo test test-long test-ray test-sglang test-tokenspeed tests sanitize soak fuzz lint $(LINTS:%=lint-%) format \
+.PHONY: help demo test test-long test-ray test-sglang test-tokenspeed test-vllm tests sanitize soak fuzz lint $(LINTS:%=lint-%) format \
   site wheel-check ready clean
 
 help:  ## list the targets
@@ -55,6 +57,17 @@ $(SGLANG_VENV)/.ready: tests/sglang/set_up tests/sglang/requirements.txt tests/s
 	@echo 'Setting up $(SGLANG_VENV) ...'
 	@mkdir -p build
 	@tests/sglang/set_up $(VENV) $(SGLANG_VENV) $(SGLANG)
+
+test-vllm: $(VLLM_VENV)/.ready  ## tests against real vLLM's scheduler and front end on the CPU; VLLM=0.26.0 chooses its version
+	OMP_NUM_THREADS=1 MEMSAVER_DRIVER=host $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider tests/vllm $(ARGS)
+
+$(VLLM_VENV)/.ready: tests/vllm/requirements.txt | $(READY)
+	@echo 'Setting up $(VLLM_VENV) ...'
+	@rm -rf $(VLLM_VENV)
+	@$(BIN)/python -m venv --without-pip $(VLLM_VENV)
+	@echo "import site; site.addsitedir('$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages)')" > $$(echo $(VLLM_VENV)/lib/python*/site-packages)/memsaver.pth
+	@$(BIN)/python -m pip --disable-pip-version-check --python $(VLLM_VENV)/bin/python install -qq --no-deps --no-compile vllm==$(VLLM) -r tests/vllm/requirements.txt
+	@touch $@
 
 test-tokenspeed: $(TOKENSPEED_VENV)/.ready  ## tests against real tokenspeed without its kernels (minutes)
 	OMP_NUM_THREADS=1 MEMSAVER_DRIVER=host $(TOKENSPEED_VENV)/bin/python -m pytest -p no:cacheprovider tests/tokenspeed $(ARGS)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,20 +18,6 @@ from memsaver_core.weights import sharing
 
 #: The tags whose tensors are on host memory now, to be written.
 lent_tags: set[str] = set()
-
-
-@contextmanager
-def written_asleep(tag: str) -> Iterator[None]:
-    """Run the block, which writes tensors of ``tag`` while their memory is released. A resume brings back what was
-    written; after an error, the content from before. Raises as ``Lending`` and its methods."""
-    lending = Lending(tag)
-    try:
-        yield
-        lending.keep()
-    except BaseException:
-        lending.end(commit=False)
-        raise
-    lending.end(commit=True)
 
 
 class Lending:
@@ -102,6 +87,11 @@ class Lending:
             lent_tags.discard(self._tag)
             self._kept = None
             self._lent, self._memory, self._places = {}, {}, []
+
+    @property
+    def storages(self) -> dict[int, torch.UntypedStorage]:
+        """The storages in host memory, by the ``_cdata`` of the storages on the device for which they stand."""
+        return {device._cdata: lent for lent, device in self._lent.values()}
 
     def has_lent(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is on the host memory."""

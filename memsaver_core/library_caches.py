@@ -51,5 +51,4 @@ def _may_have_graphs() -> bool:
 
 
 def _pinned_bytes() -> int:
-    stats = getattr(torch.cuda, "host_memory_stats", None)  # since torch 2.8
-    return int(stats().get("allocated_bytes.current", 0)) if stats is not None else 0
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))

@@ -50,6 +50,17 @@ def revision_of(path: str | Path) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
+def source_of(path: str | Path, version: str | None) -> WeightsKey | None:
+    """Return what engines that update from the same files to the same version have in common: a key's model and
+    revision. None if the version has no name, or the files are not found."""
+    if version is None:
+        return None
+    try:
+        return WeightsKey(str(Path(path).absolute()), f"{revision_of(path)}, version {version}")
+    except OSError:
+        return None
+
+
 class Allocation(NamedTuple):
     """Memory in which storages lie, as the blocks that the store keeps of it."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import time
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -29,6 +31,9 @@ WAIT_S = 600.0
 #: At least so many bytes are brought in before the storages that they replace are freed.
 LEAST_BATCH_BYTES = 1 << 30
 
+#: What ``load_weights`` has filled in this process: tag, key, and references to the tensors by name.
+_loaded: list[tuple[str, WeightsKey, dict[str, weakref.ref[torch.Tensor]]]] = []
+
 
 def load_weights(
     key: WeightsKey, tensors: Callable[[], Tensors], load: Callable[[], object], *, tag: str = "weights"
@@ -45,13 +50,14 @@ def load_weights(
     loading, reason = None, "this process has no shared store; set MEMSAVER_SHARED_BACKUPS"
     if store is not None:
         try:
-            loading = _Loading(store, key, tensors, tag)
+            loading = Loading(store, key, tensors, tag)
         except (ValueError, MemsaverError) as error:
             reason = str(error)
     if loading is None:
         load()
     else:
         reason = loading.run(load)
+        _loaded.append((tag, key, {name: weakref.ref(tensor) for name, tensor in tensors().items()}))
     if reason:
         level = logging.WARNING if store is not None else logging.INFO
         logger.log(level, "the weights of %s were loaded in the ordinary way: %s", key.model, reason)
@@ -60,13 +66,26 @@ def load_weights(
     return reason
 
 
-class _Loading:
-    """One call of ``load_weights``."""
+def living(tag: str) -> list[tuple[WeightsKey, Tensors]]:
+    """Return what ``load_weights`` has filled for ``tag``, by calls of which all tensors are still there."""
+    found = list[tuple[WeightsKey, Tensors]]()
+    for each in list(_loaded):
+        tensors = {name: tensor for name, reference in each[2].items() if (tensor := reference()) is not None}
+        if len(tensors) < len(each[2]):
+            _loaded.remove(each)
+        elif each[0] == tag:
+            found.append((each[1], tensors))
+    return found
+
+
+class Loading:
+    """Weights that a process looks for in the shared store, and gives to it if they are not there."""
 
     def __init__(self, store: SharedStore, key: WeightsKey, tensors: Callable[[], Tensors], tag: str) -> None:
         """Raise ValueError if the weights can be neither in the store nor given to it."""
         self._saver, self._store, self._key, self._tensors, self._tag = process.saver(), store, key, tensors, tag
         self._layout, self._storages = _layout_of(tensors())
+        self._device = next(iter(tensors().values())).device.index or 0
         self._name = key.name(self._layout)
 
     def run(self, load: Callable[[], object]) -> str:
@@ -93,10 +112,14 @@ class _Loading:
             load()
         return reason
 
+    def find(self) -> tuple[str, int]:
+        """Return what the store has of them, without a wait: ``kept``, ``claimed`` for this process, ``awaited`` from
+        another one, or ``no_room``; and the entry, which this process is to give back, of the first two."""
+        return self._store.find_text(int(self._name[:16], 16), int(self._name[16:], 16))
+
     def _find(self) -> tuple[str, int]:
         until = time.monotonic() + WAIT_S
-        lanes = int(self._name[:16], 16), int(self._name[16:], 16)
-        while (answer := self._store.find_text(*lanes))[0] == "awaited" and time.monotonic() < until:
+        while (answer := self.find())[0] == "awaited" and time.monotonic() < until:
             self._store.wait_for_change()
         return answer
 
@@ -110,26 +133,36 @@ class _Loading:
                 return f"the store has them with {', '.join(differing) or 'another layout of tensors'}"
         return "the store has none of this model"
 
-    def _fill(self) -> None:
-        """Put the tensors on memory with the content that the store has; raise MemsaverError or ValueError. Tensors
-        that have moved by then have their content."""
+    def _manifest(self) -> Manifest:
+        """Return what the store has of them; raise ValueError."""
         manifest = next((each.manifest for each in kept_in(self._store) if each.text["name"] == self._name), None)
         if manifest is None or len(manifest.storages) != len(self._storages):
             raise ValueError("what the store has of them is damaged, or of another version of memsaver")
-        first = next(iter(self._tensors().values()))
-        backend, device = process.backend(), first.device.index or 0
-        sharers = sharing(self._storages, self._tensors().values())
+        return manifest
+
+    def _released(self, allocation: Allocation) -> _native.HostBuffer:
+        """Return released memory whose backup is what the store has; raise BackupError if that lacks a part."""
         policy = policy_for(self._tag, None).value
+        nbytes, blocks = allocation
+        try:
+            return _native.HostBuffer(self._saver, self._device, self._tag, policy, nbytes, blocks=blocks)
+        except BackupError as error:
+            more = "the process that gave it has replaced it; a keeper (memsaver store keep) would have held it"
+            raise BackupError(f"{error}: {more}") from error
+
+    def _fill(self) -> None:
+        """Put the tensors on memory with the content that the store has; raise MemsaverError or ValueError. Tensors
+        that have moved by then have their content."""
+        manifest = self._manifest()
+        backend, device = process.backend(), self._device
+        sharers = sharing(self._storages, self._tensors().values())
         # Old memory is given back after each batch. A large batch has more blocks that are not packed, through whose
         # memory the packed ones are unpacked.
         room = max(LEAST_BATCH_BYTES, self._saver.memory_info(device)[0] // 2)
         with backend.outside_regions():
             backend.forget_pools(self._tag)
             for batch in _batches(manifest.allocations, room):
-                buffers = {
-                    index: _native.HostBuffer(self._saver, device, self._tag, policy, nbytes, blocks=blocks)
-                    for index, (nbytes, blocks) in batch.items()
-                }
+                buffers = {index: self._released(allocation) for index, allocation in batch.items()}
                 with_room(lambda: self._saver.resume([self._tag], True))
                 moved = {
                     number: backend.storage_in(buffers[index], device, offset, nbytes)
@@ -143,23 +176,51 @@ class _Loading:
                 backend.empty_cache()
         self._saver.trim_backup_memory()  # through which content passed
 
+    def has(self, storage: int) -> bool:
+        """Return whether the storage of this ``_cdata`` is of these tensors."""
+        return any(each._cdata == storage for each in self._storages)
+
+    def copy_to(self, lent: Mapping[int, torch.UntypedStorage]) -> None:
+        """Copy what the store has to the storages in host memory that stand for the tensors' own, whose ``_cdata`` are
+        the keys. Raises MemsaverError or ValueError if it lacks a part, or that differs from its digest."""
+        manifest = self._manifest()
+        for index, allocation in enumerate(manifest.allocations):
+            buffer = self._released(allocation)
+            pages = mmap.mmap(-1, allocation.nbytes)
+            content = torch.frombuffer(pages, dtype=torch.uint8)
+            self._saver.backup_of(buffer.address, allocation.nbytes, content.data_ptr())
+            for number, (of, offset, nbytes) in enumerate(manifest.storages):
+                if of == index:
+                    to = torch.empty(0, dtype=torch.uint8).set_(lent[self._storages[number]._cdata])
+                    to.copy_(content[offset : offset + nbytes])
+            # Compares digests: what differs gets new blocks.
+            _native.Rewrite(self._saver, [(buffer.address, content.data_ptr())]).commit()
+            saved = {address: blocks for address, _, blocks in self._saver.saved(self._tag)}
+            if [block[3] for block in saved.get(buffer.address, [])] != [block[3] for block in allocation.blocks]:
+                raise ValueError("what the store has of them differs from its digest")
+
+    def drop(self) -> None:
+        """Have no process find what the store has: it is damaged."""
+        self._store.mark_text(self._name, "dropped")
+
     def _load_and_publish(self, load: Callable[[], object], entry: int) -> None:
         """Load, and let other processes find the weights by the text that this process has claimed."""
         with ExitStack() as undo:
             undo.callback(self._store.give, entry)
             load()
             try:
-                self._publish(entry)
+                self._saver.prepare_backup()
+                self._saver.save([self._tag], process.backend().dead_ranges(self._saver))
+                self.publish(entry)
                 undo.pop_all()
             except (MemsaverError, ValueError) as error:
                 logger.warning("the shared store does not have the weights of %s: %s", self._key.model, error)
 
-    def _publish(self, entry: int) -> None:
+    def publish(self, entry: int) -> None:
+        """Let other processes find the content that the backups have now; raise MemsaverError or ValueError."""
         layout, storages = _layout_of(self._tensors())
         if layout != self._layout:
             raise ValueError("loading has changed the layout of the tensors")
-        self._saver.prepare_backup()
-        self._saver.save([self._tag], process.backend().dead_ranges(self._saver))
         saved = sorted(self._saver.saved(self._tag))
         begins = [address for address, _, _ in saved]
         places = []

@@ -16,12 +16,19 @@ logger = logging.getLogger("memsaver")
 
 #: As engines are asked for it: ``--load-format memsaver``.
 LOAD_FORMAT = "memsaver"
+#: The cache of rotary embeddings, which SGLang replaces by a longer one after it has loaded the weights.
+MADE = "cos_sin_cache"
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters, and the buffers on the device: others are made by the model itself."""
+    """Return the parameters, and the buffers on the device, some of which loaders fill although checkpoints lack them;
+    not what models make themselves: other buffers, and ``MADE``."""
     device = process.torch_device().type
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if buffer.device.type == device)
+    buffers = (
+        (name, buffer)
+        for name, buffer in model.named_buffers()
+        if buffer.device.type == device and name.rpartition(".")[2] != MADE
+    )
     return dict([*model.named_parameters(), *buffers])
 
 

@@ -14,9 +14,10 @@ from memsaver_core.contract.errors import ConfigurationError, MemsaverError
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import MemoryRequest, Verb
 from memsaver_core.contract.status import CommunicatorStatus, DeviceMemory, Status
+from memsaver_core.manifests import WeightsKey
 
 #: Raised with every change of a message; the service and all ranks must have the same.
-VERSION = 9
+VERSION = 10
 
 #: A message as plain data.
 Plain = dict[str, Any]
@@ -116,12 +117,13 @@ class Resize(Request):
 @dataclass(frozen=True)
 class WriteAsleep(Request):
     """Take one step of an update of ``tag``, whose memory is released: all ranks take each before any takes the next.
-    ``lend`` makes a ``memsaver_core.lending.Lending``, the others use it; ``drop`` may come after each. ``processes``
-    are the ranks of this host."""
+    ``memsaver_core.updates`` describes them; ``drop`` may come after each. ``processes`` are the ranks of this host.
+    ``source`` has model and revision of what the update loads, if engines may share it. Answered by ``taken``."""
 
-    step: Literal["lend", "keep", "commit", "drop"]
+    step: Literal["find", "lend", "fill", "keep", "commit", "drop"]
     tag: str
     processes: int = 1
+    source: WeightsKey | None = None
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,7 @@ class Answer:
     plan: Plan | None = None
     report: OperationReport | None = None
     failure: Failure | None = None
+    taken: str = ""
 
 
 class Codec(Generic[_Message]):

@@ -16,17 +16,17 @@ from memsaver_core.contract.reports import OperationReport, TagReport
 from memsaver_core.contract.requests import MemoryRequest, Tagged, Verb
 from memsaver_core.contract.status import CommunicatorStatus
 from memsaver_core.device_memory import read_devices
-from memsaver_core.lending import Lending
 from memsaver_core.ranks import protocol
 from memsaver_core.ranks.plans import plan_release, plan_resume
 from memsaver_core.ranks.progress import ProgressRecord
 from memsaver_core.ranks.protocol import ANSWERS, REQUESTS, Answer, Failure, Introduction, Plain, Plan
 from memsaver_core.rendezvous import started
+from memsaver_core.updates import Update
 
 _NOTHING_RESUMED = OperationReport(operation="resume")
 
-#: The result of a request; None if there is nothing to report.
-Result = Introduction | Plan | OperationReport | Failure | None
+#: The result of a request; None if there is nothing to report, a text from a step of an update.
+Result = Introduction | Plan | OperationReport | Failure | str | None
 
 #: The operation and the phase that each step of a hibernation belongs to.
 _STEPS: dict[str, tuple[Verb, Phase]] = {
@@ -42,7 +42,7 @@ class Rank:
 
     def __init__(self) -> None:
         self._failed_phase = ""
-        self._lending: Lending | None = None
+        self._update: Update | None = None
         self._moving: Future[int] | None = None
 
     def enabled(self) -> bool:
@@ -69,6 +69,7 @@ class Rank:
                 plan=result if isinstance(result, Plan) else None,
                 report=result if isinstance(result, OperationReport) else None,
                 failure=result if isinstance(result, Failure) else None,
+                taken=result if isinstance(result, str) else "",
             )
         )
 
@@ -101,17 +102,13 @@ class Rank:
                 return self._communicate(request)
             case protocol.HibernationStep(step):
                 return self._hibernate(step)
-            case protocol.WriteAsleep("lend", tag, processes):
-                self._lending = Lending(tag, processes)
-                return None
-            case protocol.WriteAsleep("keep") if self._lending is not None:
-                self._lending.keep()
-                return None
-            case protocol.WriteAsleep(step):
-                lending, self._lending = self._lending, None
-                if lending is not None:
-                    lending.end(commit=step == "commit")
-                return None
+            case protocol.WriteAsleep(step, tag, processes, source):
+                if self._update is None:
+                    self._update = Update(tag, processes, source)
+                update = self._update
+                if step in ("commit", "drop"):
+                    self._update = None
+                return update.take(step)
         raise UnsupportedError(f"this rank does not answer {type(request).__name__}")
 
     def release_own(self, memory: MemoryRequest) -> OperationReport:

@@ -169,8 +169,8 @@ class LightMemory:
         state: Any = "failed" if self._ended else "released" if released else "resident"
         return status.model_copy(update={"tags": tags, "state": state, "failure": self._ended})
 
-    def written_asleep(self, tag: str) -> Any:
-        return LOCAL_MEMORY.written_asleep(f"{self._prefix}{tag}")
+    def written_asleep(self, tag: str, source: Any = None) -> Any:
+        return LOCAL_MEMORY.written_asleep(f"{self._prefix}{tag}", source)
 
     def _reach(self, call: str) -> None:
         self.reached[call] = self.reached.get(call, 0) + 1

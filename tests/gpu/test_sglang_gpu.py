@@ -42,6 +42,9 @@ SPECULATION = (
 )  # fmt: skip
 
 
+#: What SGLang and its libraries may hold in torch's allocator outside of every tag.
+OUTSIDE_OF_TAGS = 32 << 20
+
 MISSING = engines.missing("SGLang", "sglang", "sglang.srt.plugins")
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING or "-")]
 
@@ -82,7 +85,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def one(*arguments: str, config: dict[str, Any] = DENSE, **environment: str) -> GpuServer:
         model = checkpoint.write(tmp_path / "model", config=config)
-        servers.append(GpuServer(model, tmp_path / "log", *arguments, **environment))
+        servers.append(GpuServer(model, tmp_path / f"log-{len(servers)}", *arguments, **environment))
         servers[-1].wait_until_up()
         return servers[-1]
 
@@ -94,10 +97,20 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def check(server: GpuServer, answers: Callable[[], Any] | None = None) -> None:
     answers = answers or server.answers
     server.check_cycles(answers)
+    if bytes_of("cuda_graph", server):  # else the memory of graphs stays
+        check_all_is_tagged(server)
     expected = answers()
     server.service("/release_memory_occupation", {"hibernate": True})
     server.service("/resume_memory_occupation")
     assert answers() == expected
+
+
+def check_all_is_tagged(server: GpuServer) -> None:
+    """After a release, torch's allocator holds nearly nothing: the rest is the process's context and libraries."""
+    server.service("/release_memory_occupation")
+    sources = server.get("/memory_occupation").json()["devices"][0]["sources"]
+    server.service("/resume_memory_occupation")
+    assert sum(each["bytes"] for each in sources if each["kind"] in ("torch", "cache")) <= OUTSIDE_OF_TAGS, sources
 
 
 def bytes_of(tag: str, server: GpuServer) -> int:
@@ -330,6 +343,17 @@ def test_weights_from_memory_of_another_process(start: Start, tmp_path: Path) ->
     write_by_ipc(server, tmp_path)
     server.service("/resume_memory_occupation")
     assert server.answers() == expected
+
+
+def test_two_replicas_on_one_device(start: Start) -> None:
+    one, other = start(*NO_PREFILL_GRAPHS), start(*NO_PREFILL_GRAPHS)
+    expected = one.answers()
+    assert other.answers() == expected
+    for asleep, awake in ((one, other), (other, one)):
+        asleep.service("/release_memory_occupation", {"hibernate": True})
+        assert awake.answers() == expected
+        asleep.service("/resume_memory_occupation")
+        assert asleep.answers() == expected
 
 
 def test_experts(start: Start) -> None:

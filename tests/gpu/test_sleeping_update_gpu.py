@@ -33,7 +33,7 @@ MIB = 1 << 20
 PROGRAM = """
 import json, sys
 import torch, memsaver_core as ms
-from memsaver_core.lending import written_asleep
+from memsaver_core.updates import written_asleep
 
 sizes = [*[1000 + 77 * number for number in range(200)], *[3_000_000] * 20, *[40_000_000] * 4, 200_000_000]
 with ms.region("weights"):

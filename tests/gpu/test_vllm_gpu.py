@@ -19,17 +19,21 @@ import torch
 from memsaver_core.ranks.protocol import ANSWERS, REQUESTS, Introduce
 from tests.gpu.vllm_server import (
     ENVIRONMENT,
+    MIB,
     QUICK,
+    ask_workers,
     complete,
     completions,
+    fall_asleep,
+    held,
+    metric,
     missing,
     post,
     prompt,
     serving,
+    used,
 )
 from tests.waiting import wait_until
-
-MIB = 1 << 20
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "-")]
 
@@ -39,15 +43,6 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ht
     log = tmp_path_factory.mktemp("log") / "vllm.log"
     with serving(model, log, "--compilation-config", json.dumps(QUICK)) as (client, _):
         yield client
-
-
-def used() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
-def held(client: httpx.Client) -> dict[str, dict[str, Any]]:
-    return {tag["tag"]: tag for tag in client.get("/memory_occupation").raise_for_status().json()["tags"]}
 
 
 @pytest.mark.guards("releasing a graph freed nothing", "tensors were recorded under the wrong tag")
@@ -74,10 +69,7 @@ def test_tokens_are_equal_after_sleep_and_wake_up(served: httpx.Client) -> None:
     before = completions(served)
     assert all(len(set(answer)) > 5 for answer in before)
     for _ in range(3):
-        loaded = used()
-        answer = post(served, "/sleep", level=1)
-        assert loaded - used() >= answer["released_bytes"] - 64 * MIB
-        assert all(tag["resident_bytes"] == 0 for tag in held(served).values())
+        fall_asleep(served, level=1)
         assert served.get("/is_sleeping").json() == {"is_sleeping": True}
         post(served, "/wake_up")
         assert served.get("/is_sleeping").json() == {"is_sleeping": False}
@@ -127,10 +119,10 @@ def test_weights_that_were_given_up_can_be_loaded_again(served: httpx.Client, fi
     second = "kv_cache" if first == "weights" else "weights"
     post(served, "/wake_up", tags=[first])
     if first == "weights":
-        served.post("/collective_rpc", json={"method": "reload_weights"}).raise_for_status()
+        ask_workers(served, "reload_weights")
     post(served, "/wake_up", tags=[second])
     if first == "kv_cache":
-        served.post("/collective_rpc", json={"method": "reload_weights"}).raise_for_status()
+        ask_workers(served, "reload_weights")
     assert completions(served) == before
 
 
@@ -338,12 +330,7 @@ def test_a_cache_in_one_piece_is_not_resized(served: httpx.Client) -> None:
 
 def test_what_was_offloaded_is_found_after_a_sleep(model: Path, tmp_path: Path) -> None:
     """A prompt of many blocks is loaded from the connector's tier, and its tokens are the same."""
-
-    def loaded() -> float:
-        lines = client.get("/metrics").raise_for_status().text.splitlines()
-        found = [line for line in lines if line.startswith("vllm:external_prefix_cache_hits_total")]
-        return sum(float(line.rpartition(" ")[2]) for line in found)
-
+    hits = "vllm:external_prefix_cache_hits_total"
     transfer = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -356,9 +343,9 @@ def test_what_was_offloaded_is_found_after_a_sleep(model: Path, tmp_path: Path) 
         tokens = complete(client, 2)
         post(client, "/sleep", level=1)
         post(client, "/wake_up")
-        before = loaded()
+        before = metric(client, hits)
         assert complete(client, 2) == tokens
-        assert loaded() > before
+        assert metric(client, hits) > before
 
 
 @pytest.fixture(scope="module")
@@ -392,14 +379,19 @@ def generated(llm: Any, number: int = 1) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
+def sizes(llm: Any) -> dict[str, int]:
+    """Return the bytes of each tag."""
+    [answer] = llm.collective_rpc("memsaver", args=(REQUESTS.encode(Introduce()),))
+    status = ANSWERS.decode(answer).status
+    assert status is not None
+    return {tag.tag: tag.bytes for tag in status.tags}
+
+
 @pytest.mark.guards("a second release or resume failed")
 def test_vllms_own_calls_sleep_by_memsaver(llm: Any) -> None:
     """``LLM.sleep`` and ``LLM.wake_up``, for single tags and all, each of them twice."""
     before, loaded = generated(llm), used()
-    [answer] = llm.collective_rpc("memsaver", args=(REQUESTS.encode(Introduce()),))
-    status = ANSWERS.decode(answer).status
-    assert status is not None
-    size = sum(tag.bytes for tag in status.tags)
+    size = sum(sizes(llm).values())
     for tags in (None, ["weights", "kv_cache"]):
         llm.sleep(level=1)
         llm.sleep(level=1)
@@ -407,6 +399,22 @@ def test_vllms_own_calls_sleep_by_memsaver(llm: Any) -> None:
         for tag in tags or [None]:
             llm.wake_up(tag and [tag])
         llm.wake_up()
+        llm.reset_prefix_cache()
+        assert generated(llm) == before
+
+
+def test_vllm_itself_releases_the_cache_alone(llm: Any) -> None:
+    """``LLM.release_kv_cache_memory``, between a pause and a wake-up."""
+    if not hasattr(llm, "release_kv_cache_memory"):
+        pytest.skip("this version of vLLM has no release_kv_cache_memory")
+    llm.reset_prefix_cache()
+    before = generated(llm)
+    for tags in (["kv_cache"], None):
+        loaded = used()
+        llm.sleep(level=0)
+        llm.release_kv_cache_memory()
+        assert loaded - used() >= sizes(llm)["kv_cache"] - 64 * MIB
+        llm.wake_up(tags)
         llm.reset_prefix_cache()
         assert generated(llm) == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -18,10 +19,13 @@ import torch
 from tests.gpu import engines
 from tests.waiting import wait_until
 
+MIB = 1 << 20
 CONFIG = Path(__file__).parents[1] / "data" / "qwen2-1.5b" / "config.json"
 START_S = 240
 #: Graphs of a few sizes, and no compilation: an engine that starts in seconds.
 QUICK = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+#: The workers get the methods of ``vllm_worker``, for ``ask_workers``.
+EXTENDED = ("--worker-extension-cls", "tests.gpu.vllm_worker.Extension")
 
 ENVIRONMENT = {
     "MEMSAVER_VLLM": "1",
@@ -34,6 +38,14 @@ ENVIRONMENT = {
 def missing() -> str:
     """As ``engines.missing``."""
     return engines.missing("vLLM", "vllm", "vllm.general_plugins")
+
+
+def has_option(option: str) -> bool:
+    """Return whether vLLM's server has this option. vLLM is not imported, which takes long."""
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    return f'"{option}"' in Path(found.origin).with_name("engine").joinpath("arg_utils.py").read_text()
 
 
 def write_model(folder: Path, seed: int = 3) -> None:
@@ -120,3 +132,34 @@ def post(client: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
+
+
+def ask_workers(client: httpx.Client, method: str, *arguments: str) -> list[Any]:
+    """Call a method of vLLM's workers; return each one's result, as a string unless it is None, a list or an object."""
+    results: list[Any] = post(client, "/collective_rpc", method=method, args=arguments)["results"]
+    return results
+
+
+def used() -> int:
+    """Return the bytes of the device that are in use, by all processes."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def held(client: httpx.Client) -> dict[str, dict[str, Any]]:
+    """Return what the service reports of each tag."""
+    return {tag["tag"]: tag for tag in client.get("/memory_occupation").raise_for_status().json()["tags"]}
+
+
+def fall_asleep(client: httpx.Client, level: int) -> None:
+    """Sleep by memsaver's routes; the device has all the memory back when the answer comes."""
+    loaded = used()
+    answer = post(client, "/sleep", level=level)
+    assert loaded - used() >= answer["released_bytes"] - 64 * MIB
+    assert all(tag["resident_bytes"] == 0 for tag in held(client).values())
+
+
+def metric(client: httpx.Client, name: str) -> float:
+    """Return a counter of vLLM's, over all of its labels."""
+    lines = client.get("/metrics").raise_for_status().text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))

@@ -228,8 +228,79 @@ def test_what_is_gone_in_part_is_loaded_anew(store: str, running: list[Any]) -> 
     first.does("release")
     why, loads, now = second.load()
     assert "the shared store lacks a block" in why
+    assert "a keeper (memsaver store keep) would have held it" in why
     assert (loads, now) == (1, sums)
     assert third.load() == ["", 0, sums]
+
+
+def asleep(store: str, *revisions: str) -> list[Engine]:
+    """Engines with the same weights, which are released; the first has loaded them."""
+    engines = [Engine(store), Engine(store)]
+    for engine in engines:
+        engine.load()
+        engine.does("release")
+    for revision in revisions:
+        assert engines[0].does("update", {"revision": revision}) == 2
+    return engines
+
+
+def test_an_update_is_taken_from_the_engine_that_has_loaded_it(store: str, running: list[Any]) -> None:
+    """Also once that one is resident again. The store has the content once, and forgets the version before."""
+    first, second = running[:] = asleep(store, "r2")
+    sums = first.does("resume")
+    assert second.does("update", {"revision": "r2"}) == 0
+    assert second.does("resume") == sums
+    assert second.does("release")["unchanged_bytes"] > WEIGHTS
+    assert second.does("status")["used_bytes"] < 1.2 * WEIGHTS
+    first.does("release")
+    assert first.does("update", {"revision": "r3", "begin": 1.25}) == 3
+    assert second.does("update", {"revision": "r3"}) == 0
+    assert first.does("resume") == second.does("resume") != sums
+    assert [each["revision"] for each in listed(store) if each["model"] == "an update"] == ["r3"]
+
+
+def test_an_update_is_taken_from_a_keeper(store: str, running: list[Any]) -> None:
+    keeper = Keeper(store)
+    first, second = running[:] = asleep(store, "r2")
+    running.append(keeper)
+    wait_until(lambda: len(listed(store)) == 2)
+    sums = first.does("resume")
+    first.kill()
+    assert second.does("update", {"revision": "r2"}) == 0
+    assert second.does("resume") == sums
+
+
+@pytest.mark.parametrize(
+    "pattern", [struct.pack("<2f", 1234.25, 1235.25), b'"revision": "r2"'], ids=["content", "manifest"]
+)
+def test_an_update_that_is_damaged_is_loaded_anew(store: str, running: list[Any], pattern: bytes) -> None:
+    """And replaced, so that the next engine finds it good."""
+    keeper = Keeper(store)
+    first, second = running[:] = asleep(store, "r2")
+    running.append(keeper)
+    sums = first.does("resume")
+    first.kill()
+    change_in_the_store(keeper, pattern)
+    assert second.does("update", {"revision": "r2"}) == 1
+    assert second.does("resume") == sums
+    third = Engine(store)
+    running.append(third)
+    third.load()
+    third.does("release")
+    assert third.does("update", {"revision": "r2"}) == 0
+    assert third.does("resume") == sums
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_an_update_is_not_shared_if_it_writes_other_tensors(store: str, running: list[Any], writes: bool) -> None:
+    first, second = running[:] = [Engine(store), Engine(store)]
+    for engine in (first, second):
+        engine.load()
+        engine.does("more")
+        engine.does("release")
+    assert first.does("update", {"revision": "r2", "more": writes}) == 2
+    assert second.does("update", {"revision": "r2", "more": writes}) == writes
+    assert first.does("resume") == second.does("resume")
 
 
 def test_the_limit_is_for_what_was_used_last(store: str, running: list[Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import memsaver_core as ms
-from memsaver_core import process
+from memsaver_core import process, updates
 
 KEY = {"model": "a model", "revision": "r1", "dtype": "float32"}
 ELEMENTS = 300_000  # of each of three tensors, of which two share memory
@@ -46,6 +46,17 @@ class Engine:
         reason = ms.load_weights(ms.WeightsKey(**{**KEY, **given}), self.tensors, load)
         return [reason, self.loads, self.sums()]
 
+    def update(self, given: dict[str, Any]) -> int:
+        """Write other weights while these are released, if the store has them not. Return how often it has loaded."""
+        with updates.written_asleep("weights", ms.WeightsKey("an update", given["revision"])):
+            if "weights" not in updates.filled_tags:
+                if given.get("more"):
+                    self.more.add_(1)
+                self.loads += 1
+                self.first.copy_(torch.arange(ELEMENTS) + given.get("begin", 0.25))
+                self.last.mul_(3)
+        return self.loads
+
     def sums(self) -> list[float]:
         return [float(each.double().sum()) for each in self.tensors().values()]
 
@@ -60,6 +71,12 @@ class Engine:
         if operation == "write":  # as a trainer's update does
             self.first.fill_(argument)
             return self.sums()
+        if operation == "update":
+            return self.update(argument)
+        if operation == "more":
+            with ms.region("weights"):
+                self.more = torch.ones(ELEMENTS)
+            return None
         if operation == "view":  # the first time, a tensor that the loader does not know
             self.view = getattr(self, "view", self.first[:7])
             return self.view.tolist()

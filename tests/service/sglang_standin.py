@@ -624,7 +624,11 @@ def install(monkeypatch: pytest.MonkeyPatch, torch_memory_saver: ModuleType) -> 
             "ModelRunner": SimpleNamespace(init_lora_manager=lambda runner: None)
         },
         "sglang.srt.model_loader": {"loader": SimpleNamespace(device_loading_context=lambda module, device: None)},
-        "sglang.srt.model_loader.loader": {"DefaultModelLoader": SimpleNamespace(load_model=lambda loader: None)},
+        "sglang.srt.model_loader.loader": {
+            "DefaultModelLoader": SimpleNamespace(
+                load_model=lambda loader: None, load_weights_and_postprocess=lambda *_: None
+            )
+        },
         "sglang.srt.plugins": {},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": HookRegistry, "HookType": HookType},
         "sglang.srt.runtime_context": {

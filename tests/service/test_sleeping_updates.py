@@ -16,6 +16,7 @@ import torch
 import memsaver_core as ms
 from memsaver_core import lending
 from memsaver_core.contract.errors import NotResidentError
+from memsaver_core.updates import written_asleep
 from tests.waiting import wait_until
 
 from .tensor_engine import VOCABULARY, TensorEngine
@@ -184,7 +185,7 @@ def test_tensors_that_share_memory_still_do(memory: object) -> None:
     part = whole[7:70]
     addresses = [each.data_ptr() for each in (whole, tied, part)]
     ms.release(["weights"])
-    with lending.written_asleep("weights"):
+    with written_asleep("weights"):
         tied.mul_(2)
         later = tied[9:11]
         assert part[0] == 14
@@ -193,5 +194,5 @@ def test_tensors_that_share_memory_still_do(memory: object) -> None:
     ms.resume(["weights"])
     assert part[0] == 14
     assert later.data_ptr() == whole[9:].data_ptr()
-    with pytest.raises(NotResidentError, match="is resident"), lending.written_asleep("weights"):
+    with pytest.raises(NotResidentError, match="is resident"), written_asleep("weights"):
         pass

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from pathlib import Path
 from uuid import uuid4
 
 from tests.reliability.test_keeper import Keeper
 
+from . import checkpoint
 from .conftest import Start
 
 OPTIONS = ("--load-format", "memsaver", "--enable-weights-cpu-backup")
@@ -31,9 +34,8 @@ def test_a_server_takes_its_weights_from_the_store(start: Start) -> None:
 
 
 def test_two_servers_that_start_at_once_share_a_load(start: Start) -> None:
-    """With a keeper; without one, blocks that the first server gave may be gone when the second one looks for them."""
+    """Without a keeper: what SGLang replaces after it has loaded the weights is not in the store."""
     store = f"test-{uuid4().hex[:12]}"
-    keeper = Keeper(store)
     servers = [start(*OPTIONS, wait=False, MEMSAVER_SHARED_BACKUPS=store) for _ in range(2)]
     for each in servers:
         each.wait_until_up()
@@ -41,7 +43,27 @@ def test_two_servers_that_start_at_once_share_a_load(start: Start) -> None:
     assert sorted(loaded) == [False, True]
     assert ["came from the shared store" in each.output() for each in servers] == [not each for each in loaded]
     assert servers[0].generate() == servers[1].generate()
-    keeper.end(signal.SIGTERM)
+
+
+def test_an_update_while_released_is_loaded_once(start: Start, tmp_path: Path) -> None:
+    """The second server does not see that the file has other weights by then, because it does not read it."""
+    store = f"test-{uuid4().hex[:12]}"
+    servers = [start(*OPTIONS, MEMSAVER_SHARED_BACKUPS=store) for _ in range(2)]
+    model = checkpoint.write(tmp_path / "model", seed=8)
+    file, other = model / "model.safetensors", checkpoint.write(tmp_path / "other", seed=9) / "model.safetensors"
+    tokens = []
+    for server in servers:
+        server.own("/release_memory_occupation")
+        server.write_weights(model_path=str(model), weight_version="step-1")
+        server.service("/resume_memory_occupation", {"weights_version": "step-1"})
+        tokens.append(server.generate())
+        times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+        file.write_bytes(other.read_bytes())
+        os.utime(file, ns=times)
+    assert tokens[0] == tokens[1]
+    servers[1].write_weights(model_path=str(model))
+    assert servers[1].generate() != tokens[1]
+    servers[1].check_cycles(servers[1].generate)
 
 
 def test_without_backups_weights_are_not_shared(start: Start) -> None:

@@ -40,13 +40,7 @@ findings = functools.cache(findings_now)
 
 def settled() -> dict[str, dict[str, str]]:
     """What is found with settings that are as they should be."""
-    return findings(
-        NCCL_GRAPH_REGISTER="0",
-        PYTORCH_ALLOC_CONF="expandable_segments:False",
-        PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False",
-        MEMSAVER_API_KEY="hid" * 16,
-        MEMSAVER_FILE_DIR="/dev/shm",
-    )
+    return findings(NCCL_GRAPH_REGISTER="0", MEMSAVER_API_KEY="hid" * 16, MEMSAVER_FILE_DIR="/dev/shm")
 
 
 def test_on_the_host_driver_nothing_blocks() -> None:
@@ -54,7 +48,7 @@ def test_on_the_host_driver_nothing_blocks() -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "nothing blocks" in ran.stdout
     found = findings()
-    assert {"python", "torch", "saver", "CUDA driver", "expandable segments", "NCCL graph registration"} <= set(found)
+    assert {"python", "torch", "saver", "CUDA driver", "NCCL graph registration"} <= set(found)
     assert found["saver"]["level"] == "ok"
     assert "host driver" in found["saver"]["found"]
 
@@ -65,16 +59,6 @@ def test_the_cuda_driver_without_a_gpu_blocks() -> None:
     found = {each["subject"]: each for each in json.loads(ran.stdout)}["saver"]
     assert (found["level"], "no NVIDIA GPU is found" in found["found"]) == ("blocked", True)
     assert "MEMSAVER_DRIVER=host" in found["remedy"]
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-@pytest.mark.guards("expandable segments made a release free nothing")
-def test_expandable_segments_are_seen_under_both_names(name: str) -> None:
-    found = findings(**{name: "max_split_size_mb:128, expandable_segments:True"})["expandable segments"]
-    assert found["level"] in ("warning", "blocked")
-    assert name in found["found"]
-    assert "remove" in found["remedy"]
-    assert settled()["expandable segments"]["level"] == "ok"
 
 
 @pytest.mark.guards("replaying a graph with NCCL hung after a remap")

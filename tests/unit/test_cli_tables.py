@@ -92,6 +92,10 @@ def test_what_the_process_holds_beside_its_tags_has_names() -> None:
     assert re.search(r"^context and modules +16 MiB", text, re.MULTILINE)
 
 
+def test_the_version_of_the_weights_is_shown() -> None:
+    assert "weights of version step-1" in printed(status_view(occupation("weights", weights_version="step-1")))
+
+
 def test_a_reason_is_printed_as_text() -> None:
     text = printed(status_view(occupation("weights", admission={"open": False, "reason": "[bold]lost[/] \x1b[2J"})))
     assert "closed because [bold]lost[/] \\x1b[2J" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -115,7 +116,8 @@ def wheel(folder: Path, name: str) -> Path:
     ids=", ".join,
 )
 def test_what_sglang_requires_stays_and_memsavers_is_used(tmp_path: Path, installed: tuple[str, ...]) -> None:
-    """Whichever module was installed last: nothing that is installed lacks what it requires."""
+    """Whichever module was installed last: nothing that is installed lacks what it requires, and without the
+    plugin the doctor says whose it is."""
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     (site,) = venv.glob("lib/python*/site-packages")
@@ -135,11 +137,19 @@ except ModuleNotFoundError as error:  # SGLang itself
 import torch_memory_saver
 print(torch_memory_saver.__name__)
 """
-    environment = {**os.environ, "MEMSAVER_SGLANG": "1", "MEMSAVER_DRIVER": "host"}
-    ran = subprocess.run(
-        [venv / "bin/python", "-c", used], env=environment, capture_output=True, text=True, check=False
-    )
-    assert ran.stdout == "memsaver_core.compat.torch_memory_saver\n", ran.stdout + ran.stderr
+
+    def output(*arguments: str, **changes: str) -> str:
+        environment = {**os.environ, "MEMSAVER_DRIVER": "host", **changes}
+        command = [venv / "bin/python", *arguments]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert ran.stdout, ran.stderr
+        return ran.stdout
+
+    assert output("-c", used, MEMSAVER_SGLANG="1") == "memsaver_core.compat.torch_memory_saver\n"
+    findings = json.loads(output("-m", "memsaver_server.cli", "doctor", "--json"))
+    (found,) = [each["found"] for each in findings if each["subject"] == "torch_memory_saver"]
+    assert str(site) in found
+    assert found.startswith("another one than memsaver's" if installed[-1] == "torch_memory_saver" else "memsaver's")
 
 
 def test_an_image_without_torch_is_none_of_an_engine(image: Path) -> None:

@@ -174,7 +174,7 @@ class OffloadingConnector:
 
 
 def test_what_a_connector_keeps_outlasts_a_sleep_that_keeps_the_weights(engine: EngineCore) -> None:
-    """vLLM's own resets forget it. The real one runs in ``test_vllm_tier``."""
+    """vLLM's own resets forget it. The real one runs in ``tests/vllm``."""
     engine.scheduler.connector = OffloadingConnector()
     for level in (1, 2):
         engine.sleep(level)

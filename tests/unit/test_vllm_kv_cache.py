@@ -1,5 +1,5 @@
 """vLLM's KV cache gets smaller and larger while it serves, over HTTP: two workers with real memory, and a stand-in for
-vLLM's scheduler and block pool. tests/unit/test_vllm_blocks.py has vLLM's own, tests/gpu/test_vllm_gpu.py all of it."""
+vLLM's scheduler and block pool. tests/vllm/test_blocks.py has vLLM's own, tests/gpu/test_vllm_gpu.py all of it."""
 
 from __future__ import annotations
 

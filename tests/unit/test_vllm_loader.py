@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from memsaver_core.compat import loading
 from tests.programs import Child
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,16 @@ def store() -> str:
 def checkpoint(tmp_path: Path) -> Path:
     save_file({"weight": torch.arange(200_000.0).view(400, 500)}, tmp_path / "model.safetensors")
     return tmp_path
+
+
+def test_what_a_model_makes_itself_is_not_shared() -> None:
+    """Other buffers are, also those that no checkpoint has: some loaders fill them."""
+    model = torch.nn.Module()
+    model.rotary = torch.nn.Module()
+    model.rotary.register_buffer("cos_sin_cache", torch.zeros(3), persistent=False)
+    model.rotary.register_buffer("limit", torch.zeros(3), persistent=False)
+    model.weight = torch.nn.Parameter(torch.zeros(3))
+    assert set(loading.tensors_of(model)) == {"weight", "rotary.limit"}
 
 
 def test_a_worker_starts_from_the_store(checkpoint: Path, store: str) -> None:

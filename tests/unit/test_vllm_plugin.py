@@ -540,6 +540,23 @@ def test_after_level_2_the_cache_may_come_back_first(rank: Rank) -> None:
     assert content["draft"]
 
 
+def test_openrlhf(rank: Rank) -> None:
+    """Its engine sleeps from the start. Weights wake up alone for an update, and again with the cache for a rollout."""
+    rank.sleep(1)
+    for step in (1.0, 2.0):
+        rank.wake_up(["weights"])
+        assert released(rank) == {"kv_cache"}
+        rank.call("reload_weights", step)
+        for tag in ("weights", "kv_cache"):
+            rank.wake_up([tag])
+        assert released(rank) == set()
+        assert rank.weight() == [step]
+        content = rank.content()
+        assert content["kv_cache_zero"]
+        assert content["runtime"]
+        rank.sleep(1)
+
+
 @pytest.mark.guards("a second release or resume failed")
 def test_sleeping_twice_and_waking_twice(rank: Rank) -> None:
     """The second call of each is success."""

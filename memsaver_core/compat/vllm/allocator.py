@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
-
-import torch
 
 import memsaver_core as ms
 from memsaver_core import process
@@ -64,7 +61,7 @@ class MemsaverAllocator:
     @contextmanager
     def use_memory_pool(self, tag: str) -> Iterator[None]:
         """Put what torch allocates inside under ``tag``; pools nest."""
-        with _without_expandable_segments(), ms.region(tag, restore=policy_of(tag), chunk_bytes=piece_bytes(tag)):
+        with ms.region(tag, restore=policy_of(tag), chunk_bytes=piece_bytes(tag)):
             yield
 
     @contextmanager
@@ -96,18 +93,3 @@ worker_memory = MemsaverAllocator()
 def policy_of(tag: str) -> RestorePolicy:
     """Return the policy of regions of ``tag``. Content under tags that we do not know is discarded."""
     return policy_for(tag, RestorePolicy.HOST if tag in KEPT else None)
-
-
-@contextmanager
-def _without_expandable_segments() -> Iterator[None]:
-    """Switch expandable segments off inside the block, as torch allocates them outside of every pool."""
-    before = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    if not re.search(r"expandable_segments\s*:\s*(True|1)", before, re.IGNORECASE) or not torch.cuda.is_available():
-        yield
-        return
-    inside = re.sub(r"expandable_segments\s*:\s*\w+", "expandable_segments:False", before)
-    torch.cuda.memory._set_allocator_settings(inside)  # which resets every option that is not named
-    try:
-        yield
-    finally:
-        torch.cuda.memory._set_allocator_settings(before)

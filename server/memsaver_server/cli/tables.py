@@ -234,7 +234,8 @@ def status_view(occupation: status.OccupationAnswer) -> RenderableType:
     state = "hibernated" if occupation.hibernated and occupation.state == "released" else occupation.state
     head = Text.assemble("state ", state_text(state), "   admission ", opened)
     model = plain(f", model {occupation.model}" if occupation.model else "")
-    about = ("   engine ", plain(occupation.engine), model, f", driver {occupation.driver}")
+    version = plain(f", weights of version {occupation.weights_version}" if occupation.weights_version else "")
+    about = ("   engine ", plain(occupation.engine), model, version, f", driver {occupation.driver}")
     head.append_text(Text.assemble(*about, style="dim"))
     parts: list[RenderableType] = [head]
     if not occupation.enabled:

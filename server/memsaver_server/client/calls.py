@@ -262,12 +262,13 @@ class Calls(Caller):
         return dict(parse_json(await self._send(Call("POST", "/generate", body, repeatable=False, long=True))))
 
     async def update_weights_from_disk(self, model_path: str | PathLike[str], version: str | None = None) -> str:
-        """Overwrite resident weights with a checkpoint folder that the server can read; returns the service's message.
-        ``version`` names what they hold from then on; a resume may demand it as ``weights_version``.
+        """Overwrite the weights with a checkpoint folder that the server can read; returns the service's message. Some
+        engines can do so while the weights are released: the next resume brings in what was written. ``version`` names
+        what the weights hold from then on; a resume may demand it as ``weights_version``.
 
         Raises:
             InvalidRequestError: the folder's model has another shape; nothing was written.
-            ConflictError: the weights are released.
+            ConflictError: the weights are released, and this engine updates only resident ones.
         """
         return await self._update("disk", version, {"model_path": fspath(model_path)})
 

@@ -25,7 +25,7 @@ from memsaver_server.address import DEFAULT_PORT
 from memsaver_server.missing_package import missing_package
 from memsaver_server.port_holders import port_holders
 
-_MIN_TORCH = (2, 6)
+_MIN_TORCH = (2, 11)
 #: If none of these is installed, the client alone is.
 _SERVING = ("torch", "fastapi", "uvicorn", "prometheus_client")
 #: Characters of a key below which it is pointed out: 16 of the 64 that keys are commonly made of are 96 bits.
@@ -90,9 +90,6 @@ _PLUGINS = (
         left_out="TOKENSPEED_DISABLE_PLUGINS",
     ),
 )
-
-#: Both names are read by torch; the second since torch 2.9.
-_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class Level(str, Enum):
@@ -171,10 +168,10 @@ def check_torch(machine: Machine) -> Finding:
     try:
         import torch
     except ImportError as error:
-        return Finding("torch", Level.BLOCKED, f"not importable: {error}", "pip install 'torch>=2.6'")
+        return Finding("torch", Level.BLOCKED, f"not importable: {error}", "pip install 'torch>=2.11'")
     numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if numbers < _MIN_TORCH:
-        return Finding("torch", Level.BLOCKED, torch.__version__, "memsaver needs torch 2.6 or newer")
+        return Finding("torch", Level.BLOCKED, torch.__version__, "memsaver needs torch 2.11 or newer")
     if machine.has_gpu and torch.version.cuda is None:
         found = f"{torch.__version__}, a build without CUDA, on a machine with a GPU"
         remedy = "install torch's CUDA build, or set MEMSAVER_DRIVER=host to run without the GPU"
@@ -309,16 +306,6 @@ def check_nvml(machine: Machine) -> Finding | None:
         remedy = "reports then use the CUDA driver's count; in a container, request the 'utility' driver capability"
         return Finding("NVML", Level.WARNING, f"does not work: {error}", remedy)
     return Finding("NVML", Level.OK, f"device 0 has {used / 2**20:,.0f} MiB in use")
-
-
-def check_expandable_segments(machine: Machine) -> Finding:
-    given = {name: "".join(os.environ.get(name, "").lower().split()).split(",") for name in _ALLOCATOR_VARIABLES}
-    on = [name for name, options in given.items() if "expandable_segments:true" in options]
-    if on:
-        by = " and ".join(on)
-        found = f"on by {by}: torch 2.11 honours regions, but older versions place tensors outside them"
-        return Finding("expandable segments", Level.WARNING, found, f"remove expandable_segments:True from {by}")
-    return Finding("expandable segments", Level.OK, f"off ({' and '.join(_ALLOCATOR_VARIABLES)})")
 
 
 def check_torch_memory_saver(machine: Machine) -> Finding | None:

@@ -16,9 +16,10 @@ from memsaver_core.contract.requests import CacheMode as CacheMode
 from memsaver_core.contract.requests import DrainMode as DrainMode
 from memsaver_core.contract.requests import MemoryRequest, Tagged
 from memsaver_core.contract.status import DeviceMemory, Status
-from memsaver_core.lending import written_asleep
+from memsaver_core.manifests import WeightsKey
 from memsaver_core.phases import PhaseLog
 from memsaver_core.ranks.plans import plan_release, reserve
+from memsaver_core.updates import written_asleep
 from memsaver_server import clock
 
 #: How often a drain looks whether its caller has given it up, seconds.
@@ -82,7 +83,8 @@ class Memory(Protocol):
 
     def prepare_backup(self) -> None: ...
 
-    def written_asleep(self, tag: str) -> AbstractContextManager[None]: ...
+    def written_asleep(self, tag: str, source: WeightsKey | None = None) -> AbstractContextManager[None]:
+        """See ``memsaver_core.updates.written_asleep``."""
 
 
 @runtime_checkable

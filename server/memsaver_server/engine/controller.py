@@ -396,7 +396,8 @@ class EngineController(Controller[Operation]):
         first = given.pop("model_path" if source == "disk" else "serialized_named_tensors")
 
         def update() -> int:
-            with self.lifecycle.writing(version=version, refusals=_NOTHING_WRITTEN):
+            path = first if source == "disk" else None
+            with self.lifecycle.writing(version=version, refusals=_NOTHING_WRITTEN, path=path):
                 return write(first, **given)
 
         try:

@@ -27,6 +27,7 @@ from memsaver_core.contract.policies import COMMON_TAGS, keeps_any
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import DrainMode, Release, ResizeKvCache, Resume
 from memsaver_core.contract.status import Status, TagStatus
+from memsaver_core.manifests import source_of
 from memsaver_core.phases import PhaseLog
 from memsaver_server import clock
 from memsaver_server.engine import (
@@ -317,13 +318,18 @@ class Lifecycle:
 
     @contextmanager
     def writing(
-        self, version: str | None = None, refusals: tuple[type[Exception], ...] = (), asleep: bool | None = None
+        self,
+        version: str | None = None,
+        refusals: tuple[type[Exception], ...] = (),
+        asleep: bool | None = None,
+        path: str | None = None,
     ) -> Iterator[None]:
         """Run the block, which writes the weights in place. Waits until no memory is moved.
 
         If the weights are released, and the block can write host memory (``asleep``; by default what the engine says
         of its updates), the block finds the tensors there, and the next resume brings in what was written. If the block
-        then raises, content and version are as before.
+        then raises, content and version are as before. If the block loads all weights from ``path``, engines that share
+        a store and update to the same version load them once: see ``memsaver_core.updates``.
 
         Afterwards the weights have this ``version``, and what a release had discarded counts as written, unless the
         block raised or the engine says that weights are still missing. They have no version while the block writes in
@@ -345,7 +351,8 @@ class Lifecycle:
             if not asleep:
                 self.check_resident(["weights"])
             self._updating = True
-            with self.memory.written_asleep("weights") if asleep else self._written_in_place(refusals):
+            source = source_of(path, version) if asleep and path is not None else None
+            with self.memory.written_asleep("weights", source) if asleep else self._written_in_place(refusals):
                 yield
             self._verification.content_changed()
             missing = unwritten_weights(self._engine)

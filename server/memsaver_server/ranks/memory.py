@@ -21,8 +21,10 @@ from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import MemoryRequest, OnTags, Tagged, Verb
 from memsaver_core.contract.status import DeviceMemory, Status
 from memsaver_core.device_memory import read_again
+from memsaver_core.manifests import WeightsKey
 from memsaver_core.ranks import protocol
 from memsaver_core.release_resume import available_host_bytes, tags_left_resident, total_host_bytes
+from memsaver_core.updates import Step, in_steps
 from memsaver_server.ranks.group import SLOWEST_COPY, Channel, Deadlines, Group
 from memsaver_server.ranks.merging import merged_tags
 
@@ -154,31 +156,29 @@ class RankMemory(Group):
         """Do nothing: each rank prepares its own once it is loaded."""
 
     @contextmanager
-    def written_asleep(self, tag: str) -> Iterator[None]:
-        """As ``memsaver_core.lending.written_asleep``, on every rank or on none."""
+    def written_asleep(self, tag: str, source: WeightsKey | None = None) -> Iterator[None]:
+        """As ``memsaver_core.updates.written_asleep``, on every rank or on none."""
         self.raise_if_failed()
         nbytes = max((each.bytes for each in self.status().tags if each.tag == tag), default=0)
         limit_s = self.deadlines.idle_s + nbytes / SLOWEST_COPY
 
-        def take(step: Literal["lend", "keep", "commit", "drop"]) -> None:
+        def take(step: Step) -> list[str]:
+            if step == "drop" and self.failure:
+                return []
             self.step = f"update ({step})"
             try:
-                self.check(self.ask(protocol.WriteAsleep(step, tag, len(self.progress.seen) or 1), limit_s))
+                answers = self.ask(protocol.WriteAsleep(step, tag, len(self.progress.seen) or 1, source), limit_s)
+                self.check(answers)
+            except errors.MemsaverError as error:
+                if step != "commit":
+                    raise
+                raise self.fail(f"ranks may have different weights: {error}") from error
             finally:
                 self.step = ""
+            return [each.taken for each in answers]
 
-        try:
-            take("lend")
+        with in_steps(take, shared=source is not None):
             yield
-            take("keep")
-        except BaseException:
-            if not self.failure:
-                take("drop")
-            raise
-        try:
-            take("commit")
-        except errors.MemsaverError as error:
-            raise self.fail(f"ranks may have different weights: {error}") from error
 
     def release(self, request: MemoryRequest, *, log: PhaseLog | None = None) -> OperationReport:
         """As ``memsaver_core.release_with``, on every rank or on none; if a ``Release`` names data-parallel engines, on

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 import memsaver_core as ms
 from memsaver_core import process
+from memsaver_core.updates import filled_tags
 from memsaver_server.reference import weights
 from memsaver_server.reference.attention import Pair, SlotCache, distances
 from memsaver_server.reference.builtin_model import small_checkpoint
@@ -128,6 +129,9 @@ class ModelRunner:
     def read_update(self, folder: str = "", payload: Sequence[str] = (), load_format: str | None = None) -> None:
         """Read a checkpoint folder, or the payload of a request, for ``write_update``. Raises ValueError or OSError if
         it does not fit the model or cannot be read, RuntimeError if the weights are released."""
+        if folder and "weights" in filled_tags:
+            self._update = self.model.state_dict()
+            return
         if folder:
             whole = weights.load_checkpoint(Path(folder)).state_dict()
         else:

@@ -40,6 +40,7 @@ from memsaver_core.contract.errors import (
 )
 from memsaver_core.contract.reports import OperationReport
 from memsaver_core.contract.requests import MemoryRequest, Release, Resume, Tagged, Verb
+from memsaver_core.manifests import WeightsKey
 from memsaver_core.ranks.connection import SocketChannel, serve
 from memsaver_core.ranks.protocol import Answer, Introduce, Plain, Request, Resize, WriteAsleep
 from memsaver_core.ranks.rank import Rank, Result
@@ -642,7 +643,8 @@ class LoopEngine(LeadingLoop, Engine):
         answered: Future[Any] = Future()
         version = self.version_after(request)
         try:
-            with suppress(_NotWrittenError), self._lifecycle.writing(version, asleep=self.can_write_asleep(request)):
+            asleep, path = self.can_write_asleep(request), self.path_of(request)
+            with suppress(_NotWrittenError), self._lifecycle.writing(version, asleep=asleep, path=path):
                 self._write(request, answered)
                 self.is_done(answered)
                 if not answered.result().success:
@@ -657,6 +659,11 @@ class LoopEngine(LeadingLoop, Engine):
         """Return what the weights hold once an update, ``request``, has succeeded; None if nothing names that."""
         named = getattr(request, "weight_version", None)
         return None if named is None else str(named)
+
+    def path_of(self, request: Any) -> str | None:
+        """Return the checkpoint from which an update, ``request``, loads all weights; None if there is none, or the
+        engine must load it in any case."""
+        return None
 
     def can_write_asleep(self, request: Any) -> bool:
         """Return whether the engine can carry out an update, ``request``, while the weights are released."""
@@ -726,8 +733,8 @@ class SchedulerMemory(RankMemory):
         self._at_rest(partial(super().resize, pages, before))
 
     @contextmanager
-    def written_asleep(self, tag: str) -> Iterator[None]:
-        with self._asking, super().written_asleep(tag):
+    def written_asleep(self, tag: str, source: WeightsKey | None = None) -> Iterator[None]:
+        with self._asking, super().written_asleep(tag, source):
             yield
             self.run("")  # after this every rank has done what the block had it do
 

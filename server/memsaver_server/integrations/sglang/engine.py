@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+from memsaver_core.compat.loading import LOAD_FORMAT
 from memsaver_core.contract.errors import DrainTimeoutError, MemsaverError, NotResidentError, UnsupportedError
 from memsaver_core.contract.requests import DrainMode
 from memsaver_core.hibernation.preconditions import register_check
@@ -63,9 +64,10 @@ QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue", "dis
 READS = ("CheckWeightsReqInput", "GetWeightsByNameReqInput", "SendWeightsToRemoteInstanceReqInput")
 #: What comes before and after the requests of an update, from 0.5.21 on.
 BEGIN, END = "BeginWeightUpdateReqInput", "EndWeightUpdateReqInput"
+FROM_DISK = "UpdateWeightFromDiskReqInput"
 #: The requests of updates that can be carried out while the weights are released. Those of other kinds need device
 #: memory or communicators.
-ASLEEP = ("UpdateWeightFromDiskReqInput", "UpdateWeightsFromTensorReqInput", BEGIN, END)
+ASLEEP = (FROM_DISK, "UpdateWeightsFromTensorReqInput", BEGIN, END)
 #: A limit for the tokens of a verification, seconds.
 VERIFICATION_S = 60.0
 
@@ -588,6 +590,11 @@ class SglangEngine(LimitedPages, base.LoopEngine):
     def version_after(self, request: Any) -> str | None:
         """See ``LoopEngine``. END has the version that the requests since BEGIN have named."""
         return self._version if type(request).__name__ == END else super().version_after(request)
+
+    def path_of(self, request: Any) -> str | None:
+        """See ``LoopEngine``. Of load formats those that load all weights as they are."""
+        from_files = type(request).__name__ == FROM_DISK and request.load_format in ("auto", LOAD_FORMAT)
+        return str(request.model_path) if from_files else None
 
     def can_write_asleep(self, request: Any) -> bool:
         """See ``LoopEngine``. Raises UnsupportedError if weights that are released are computed on the device."""

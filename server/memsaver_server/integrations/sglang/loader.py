@@ -14,6 +14,7 @@ import torch
 import memsaver_core as ms
 from memsaver_core.compat.loading import LOAD_FORMAT, tensors_of, weights_key
 from memsaver_core.compat.patching import when_imported
+from memsaver_core.updates import filled_tags
 
 logger = logging.getLogger("memsaver")
 
@@ -30,7 +31,11 @@ def register() -> dict[str, Callable[..., Any]]:
     """Have SGLang's command line accept the load format; return the hooks around SGLang's functions."""
     when_imported("sglang.srt.server_args", lambda module: module.add_load_format_choices([LOAD_FORMAT]))
     configuration = "sglang.srt.configs.load_config.LoadConfig._verify_load_format"
-    return {configuration: _verify_load_format, f"{LOADER}.DefaultModelLoader.load_model": _load_model}
+    return {
+        configuration: _verify_load_format,
+        f"{LOADER}.DefaultModelLoader.load_model": _load_model,
+        f"{LOADER}.DefaultModelLoader.load_weights_and_postprocess": _update_weights,
+    }
 
 
 def _verify_load_format(original: Callable[[Any], None], config: Any) -> None:
@@ -50,6 +55,12 @@ def _load_model(original: Callable[..., Any], loader: Any, *, model_config: Any,
     if (key := _key(loader.load_config, model_config)) is not None:
         loader.load_weights_and_postprocess = partial(_load_weights, key, loader.load_weights_and_postprocess)
     return original(loader, model_config=model_config, **named)
+
+
+def _update_weights(original: Callable[..., None], *arguments: Any) -> None:
+    """Do nothing in an update whose content has come from the shared store."""
+    if "weights" not in filled_tags:
+        original(*arguments)
 
 
 def _load_weights(

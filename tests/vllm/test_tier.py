@@ -1,11 +1,10 @@
 """Real vLLM's engine core with its ``OffloadingConnector``, whose tier in host memory a sleep keeps.
 
-It needs no GPU: workers are played, as in ``test_vllm_blocks``, and copy blocks a step after they are told to.
+It needs no GPU: workers are played, as in ``test_blocks``, and copy blocks a step after they are told to.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -16,12 +15,9 @@ import pytest
 
 from memsaver_core.compat.vllm import core, tier
 from memsaver_core.contract.errors import UnsupportedError
-from tests.unit.test_vllm_blocks import SIZE, Engine, Executor
+from tests.vllm.test_blocks import SIZE, Engine, Executor
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = pytest.mark.slow
 
 PROMPT = [*range(50, 50 + 4 * SIZE + 3)]
 

@@ -5,7 +5,6 @@ It needs no GPU. The workers are played: a cache of tokens that raises where a b
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,10 +16,7 @@ import pytest
 from memsaver_core.compat.patching import wrap
 from memsaver_core.compat.vllm import block_limit, core
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = pytest.mark.slow
 
 MODEL = str(Path(__file__).parents[1] / "data" / "qwen2-1.5b")
 BLOCKS, SIZE, LONGEST = 64, 16, 256
