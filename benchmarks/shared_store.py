@@ -76,7 +76,7 @@ class Worker:
         end = time.monotonic()
         if checksum(self._buffers) != self._sum:
             raise RuntimeError("the content differs")
-        return {"start": start, "end": end, "linked": phase.details.get("linked_bytes", 0.0)}
+        return {"start": start, "end": end, **phase.details}
 
     def host_bytes(self) -> dict[str, int]:
         """What backups take: of this process, or of the whole store."""
@@ -208,7 +208,7 @@ def measure_store(options: argparse.Namespace) -> list[dict[str, Any]]:
             if repeat:  # the first round pays for what is made once
                 alone["resume"] += seconds_alone([resumed])
                 alone["release"] += seconds_alone([released])
-                alone["linked"] = resumed["linked"]
+                alone["details"] = resumed
         alone["host_bytes"] = row["host_bytes"]
     return [row, alone]
 
@@ -242,7 +242,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"All at once with the store, a release is {medians[0] / medians[2]:.2f} times as fast as one process alone, "
         f"which copies everything, and {medians[1] / medians[2]:.2f} times as fast as all at once without it.",
     ]
-    lines += ["", f"With the others idle, {result['rows'][3]['linked'] / 1e9:.1f} GB came over their links, as stored."]
+    lines += ["", f"With the others idle, {result['rows'][3]['details'].get('linked_bytes', 0) / 1e9:.1f} GB came over their links, as stored."]
     for how, rates in result["link GB/s"].items():
         if any(rates):
             out, back = ([rate for each in rates for rate in each[way]] for way in ("release", "resume"))

@@ -14,8 +14,10 @@ constexpr std::size_t kSampleEvery = 16;
 // of the same block, so that it is there soon: 11.5 GB took 0.27 to 0.30 s (H100, 16 cores), in parts of 4 or 8 MiB
 // 0.32 to 0.41.
 constexpr std::size_t kReaders = 16;
-// Links are borrowed for at least so many blocks: to open one takes 3 ms, in which the process's own link brings five.
-// Then so many are under way on the own one at once.
+// Links are borrowed after so many blocks, 7 ms of the process's own link: by then the devices of members that resume
+// at the same time count as in use, and none waits for another one to give a buffer up. And for at least so many
+// blocks: to open one takes 3 ms, in which the own link brings five. Then so many are under way on the own one at once.
+constexpr std::size_t kOwnFirst = 16;
 constexpr std::ptrdiff_t kBorrowedFor = 16;
 constexpr std::size_t kOwnBlocks = 3;
 const std::size_t kPartBytes = kBlockBytes / 16;
@@ -153,7 +155,6 @@ class RestoreTask {
       links_.reset();
       pipeline_.quiesce(reads_);
     });
-    borrow_links();
     const std::vector<std::size_t> packed = packed_first();
     prepare_bounce();
     for (const std::size_t i : packed) restore_chunk(i);
@@ -262,6 +263,7 @@ class RestoreTask {
     const std::size_t index = next_block_++;
     ContentBlock& content = blocks_[index];
     try {
+      if (index == kOwnFirst) borrow_links();
       if (links_) links_->pump();
       restore_block(index);
     } catch (Error& error) {
@@ -311,16 +313,17 @@ class RestoreTask {
   [[nodiscard]] static bool may_be_linked(const Block& block) {
     return block.shared && block.kept == Kept::host && block.kept_bytes() >= kBlockBytes / 4;
   }
-  // Borrows links, if there is enough content for them.
+  // Borrows links, if enough of the blocks that are left can come over them.
   void borrow_links() {
-    const auto wanted = std::count_if(blocks_.begin(), blocks_.end(),
+    const auto wanted = std::count_if(blocks_.begin() + kOwnFirst, blocks_.end(),
                                       [](const auto& content) { return may_be_linked(*content.block); });
     if (wanted < kBorrowedFor || pipeline_.store->index().peers().empty()) return;
     attempt_unless_lost("no link is borrowed", [this] {
       links_ = std::make_unique<BorrowedLinks>(
           pipeline_, [this](std::size_t index, Address from, Stream stream) { take(index, from, stream); },
           [this](std::size_t index) { copy_block(index); });
-      if (!links_->any()) links_.reset();
+      if (!links_->any()) return links_.reset();
+      zeros_ = pipeline_.record(pipeline_.copies);
     });
   }
   // Waits until the own link or another one is free for this block. Returns whether it is another one.

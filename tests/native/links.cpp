@@ -15,7 +15,7 @@ using namespace memsaver;
 namespace {
 
 constexpr std::size_t kCapacity = std::size_t{64} << 20;
-const std::size_t kContent = 72 * kBlockBytes;  // more than is digested at once
+const std::size_t kContent = 88 * kBlockBytes;  // more than is digested at once
 
 Settings in_store(bool pack) {
   Settings settings;

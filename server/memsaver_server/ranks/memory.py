@@ -253,8 +253,9 @@ class RankMemory(Group):
     def hibernated(self) -> bool:
         return any(status is not None and status.hibernated for status in self.statuses)
 
-    def release_awake(self, request: MemoryRequest) -> list[protocol.Answer]:
-        """Release on every rank while none is hibernated. Overridden for vLLM, whose own sleep does it, or refuses."""
+    def release_awake(self, request: MemoryRequest, again: bool) -> list[protocol.Answer]:
+        """Release on every rank while none is hibernated; ``again``: as an earlier step of this operation did.
+        Overridden for vLLM, whose own sleep does it, or refuses."""
         return self.ask(protocol.Move("release", request))
 
     def _release(self, steps: Steps, request: MemoryRequest, communicators: tuple[str, ...]) -> None:
@@ -271,15 +272,15 @@ class RankMemory(Group):
             if kept:
                 self._take_release(steps, "kept content", _awake(request, kept, request.trims and not rest))
             if rest:
-                self._take_release(steps, "discarded content", _awake(request, rest, request.trims))
+                self._take_release(steps, "discarded content", _awake(request, rest, request.trims), again=bool(kept))
         if request.hibernate:
             self._take_hibernation(steps, "lock", Phase.LOCK, "unlock")
             self._take_hibernation(steps, "checkpoint", Phase.HIBERNATE, "restore")
 
-    def _take_release(self, steps: Steps, what: str, request: MemoryRequest) -> None:
+    def _take_release(self, steps: Steps, what: str, request: MemoryRequest, again: bool = False) -> None:
         before = self.statuses
         undo = partial(self._resume_again, before, request)
-        steps.take(f"release of {what}", Phase.PAUSE, partial(self.release_awake, request), undo)
+        steps.take(f"release of {what}", Phase.PAUSE, partial(self.release_awake, request, again), undo)
 
     @contextmanager
     def _moving_communicators(self, steps: Steps, operation: Verb, names: tuple[str, ...]) -> Iterator[None]:

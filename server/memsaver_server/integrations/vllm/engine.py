@@ -51,12 +51,14 @@ class VllmMemory(RankMemory):
     def start(self, message: Plain) -> Future[list[Plain]]:
         return self.channel.start(message, self.part)
 
-    def release_awake(self, request: MemoryRequest) -> list[Answer]:
+    def release_awake(self, request: MemoryRequest, again: bool) -> list[Answer]:
+        discards_weights = request.restore.get("weights") == RestorePolicy.DISCARD
+        level = 2 if discards_weights and request.concerns("weights") else 1
+        if again:  # the ranks alone: vLLM's sleep would clear its large table of blocks once more
+            return self.ask(SleepNow(request, level))
         answers = self.ask(ExpectRelease(request))
         if any(answer.failure is not None for answer in answers):
             return answers
-        discards_weights = request.restore.get("weights") == RestorePolicy.DISCARD
-        level = 2 if discards_weights and request.concerns("weights") else 1
         self.progress.asking()  # a rank that is put to sleep is at work, as it is with a message
         try:
             self.wait(self.channel.sleep(level, self.part))
