@@ -242,7 +242,8 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"All at once with the store, a release is {medians[0] / medians[2]:.2f} times as fast as one process alone, "
         f"which copies everything, and {medians[1] / medians[2]:.2f} times as fast as all at once without it.",
     ]
-    lines += ["", f"With the others idle, {result['rows'][3]['details'].get('linked_bytes', 0) / 1e9:.1f} GB came over their links, as stored."]
+    linked = result["rows"][3]["details"].get("linked_bytes", 0)
+    lines += ["", f"With the others idle, {linked / 1e9:.1f} GB came over their links, as stored."]
     for how, rates in result["link GB/s"].items():
         if any(rates):
             out, back = ([rate for each in rates for rate in each[way]] for way in ("release", "resume"))

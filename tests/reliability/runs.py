@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -171,7 +172,8 @@ def runs() -> list[tuple[str, ...]]:
                 parts = result["machine"].split(", ")
                 result |= {"gpu": parts[0], **dict(part.lower().split(" ", 1) for part in parts[1:])}
             device = str(result.get("gpu") or result["device"]).partition(":")[0]
-            device = f"{result['ranks']} {device}" if "ranks" in result else device
+            ranks = str(result.get("ranks", "")) or "".join(re.findall(r"--tp (\d+)", result.get("command", "")))
+            device = f"{ranks} {device}".lstrip()
             where = (device, engine_of(result, otherwise))
             if where not in newest or newest[where]["date"] < result["date"]:
                 newest[where] = result
