@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,8 +70,7 @@ class Nccl:
 
 def loaded() -> Nccl | None:
     """Return torch's libnccl, else another that this process has loaded, or None."""
-    torch_library = Path(torch.__file__).with_name("lib") / "libtorch_cuda.so"  # finds what it is linked with, too
-    for path in (str(torch_library), *loaded_paths()):
+    for path in _candidates():
         try:
             library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         except OSError:
@@ -78,6 +78,11 @@ def loaded() -> Nccl | None:
         if hasattr(library, "ncclGetVersion"):
             return Nccl(library)
     return None
+
+
+def _candidates() -> Iterator[str]:
+    yield str(Path(torch.__file__).with_name("lib") / "libtorch_cuda.so")  # finds what it is linked with, too
+    yield from loaded_paths()  # only then: to list what is mapped takes milliseconds
 
 
 def loaded_paths() -> tuple[str, ...]:
