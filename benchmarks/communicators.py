@@ -6,11 +6,13 @@ replayed.
 
     python benchmarks/communicators.py                     # two GPUs, 20 cycles
     python benchmarks/communicators.py --ranks 4 --cycles 3 --out /tmp
+    NCCL_BUFFSIZE=1048576 python benchmarks/communicators.py --out /tmp   # the default is 4 MiB for each buffer
 """
 
 from __future__ import annotations
 
 import ast
+import os
 import statistics
 import sys
 import tempfile
@@ -36,6 +38,8 @@ STEPS = {
     "resume communicators": "communicators.resume()",
     "resume": "ms.resume()",
 }
+#: Sizes of the all-reduces that are timed, MiB.
+RATED_MIB = (1, 16, 256)
 COUNTED = "[(each.suspendable_bytes, each.persistent_bytes, each.obstacle) for each in communicators.found()]"
 
 
@@ -62,6 +66,7 @@ def measure(ranks: int, cycles: int) -> dict[str, Any]:
             raise SystemExit(obstacles[0])
         awake = max(now - before for now, before in zip(used_mib_of(ranks), empty, strict=True))
         [version, *_] = pair.ask("loaded().version_text")
+        rates = {size: min(map(float, pair.ask(f"rate({size << 20})"))) for size in RATED_MIB}
         rows = [cycle(pair, ranks, number, empty) for number in range(1, cycles + 1)]
     return {
         **new_result("communicators.py"),
@@ -72,6 +77,8 @@ def measure(ranks: int, cycles: int) -> dict[str, Any]:
         "suspendable_mib": sum(size for size, _, _ in counted[0]) / MIB,
         "persistent_mib": sum(size for _, size, _ in counted[0]) / MIB,
         "awake_mib": awake,
+        "all_reduce_gb_s": rates,
+        "settings": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
         "cycles": rows,
     }
 
@@ -95,6 +102,9 @@ def to_markdown(result: dict[str, Any]) -> str:
         left = max(row["mib"][name] for row in rows)
         lines.append(f"| {name} | {statistics.median(times):,.1f} | {max(times):,.1f} | {left:,.0f} |")
     right = sum(row["right"] for row in rows)
+    rates = ", ".join(f"{rate:,.0f} of {size} MiB" for size, rate in result["all_reduce_gb_s"].items())
+    settings = " ".join(f"{name}={value}" for name, value in result["settings"].items())
+    lines += ["", f"All-reduce, GB/s: {rates}. {settings or 'No setting of NCCL.'}"]
     return "\n".join([*lines, "", f"The graph's all-reduce and a new one were right after {right} of {len(rows)}.", ""])
 
 

@@ -43,6 +43,17 @@ def reduced(number):
     dist.all_reduce(sums)
     return float(sums.min()), float(sums.max())
 
+def rate(nbytes):
+    '''GB/s of all-reduces of this size, one after the other.'''
+    sums = torch.zeros(nbytes // 4, device="cuda")
+    dist.all_reduce(sums)
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    for _ in range(20):
+        dist.all_reduce(sums)
+    torch.cuda.synchronize()
+    return 20 * nbytes / 1e9 / (time.monotonic() - began)
+
 def seconds(call):
     began = time.monotonic()
     call()
