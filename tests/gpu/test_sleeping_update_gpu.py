@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import uuid
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from memsaver_server.client import Client
 from memsaver_server.reference import weights
 from memsaver_server.reference.builtin_model import small_checkpoint
 from tests.e2e.serving import serving
+from tests.e2e.test_warm_start import damage
 from tests.gpu import vllm_server
 from tests.gpu.children import ON_CUDA
 from tests.gpu.vllm_server import completions, post
@@ -148,6 +151,26 @@ def test_the_reference_engine_gives_the_tokens_of_the_new_weights(ranks: int, tm
         client.update_weights_from_disk(tmp_path, version="step-1")
         client.resume(weights_version="step-1")
         assert tokens() == expected
+
+
+def test_one_update_for_the_engines_of_a_store(tmp_path: Path) -> None:
+    """The second one takes the new weights from the store: the files are others by then."""
+    model = weights.load_checkpoint(small_checkpoint())
+    weights.fill_random(model, 99)
+    model.save_pretrained(tmp_path / "trained")
+    changes = {**ON_CUDA, "MEMSAVER_SHARED_BACKUPS": f"test-{uuid.uuid4().hex[:12]}"}
+    with ExitStack() as programs:
+        servers = [programs.enter_context(serving(changes=changes)) for _ in range(2)]
+        one, other = (programs.enter_context(Client(each.url)) for each in servers)
+        for each in (one, other):
+            each.release()
+        one.update_weights_from_disk(tmp_path / "trained", version="step-1")
+        damage(tmp_path / "trained")
+        other.update_weights_from_disk(tmp_path / "trained", version="step-1")
+        for each in (one, other):
+            each.resume(weights_version="step-1")
+        made, others = (each.generate("The weights", max_new_tokens=24)["output_ids"] for each in (one, other))
+        assert made == others
 
 
 @pytest.mark.skipif(bool(vllm_server.missing()), reason=vllm_server.missing() or "-")
