@@ -32,7 +32,6 @@ from memsaver_core.phases import PhaseLog
 from memsaver_server import clock
 from memsaver_server.engine import (
     DataParallelEngine,
-    DataParallelMemory,
     Engine,
     WatchedMemory,
     memory_of,
@@ -224,7 +223,7 @@ class Lifecycle:
 
     def status_of(self, request: Release | Resume) -> Status:
         """Return the status of the data-parallel engines that ``request`` selects, by default of all."""
-        if request.dp_ranks and isinstance(self.memory, DataParallelMemory):
+        if request.dp_ranks and isinstance(self.memory, WatchedMemory):
             return self.memory.status_of(request.dp_ranks)
         return self.memory.status()
 
