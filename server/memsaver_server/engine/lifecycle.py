@@ -30,14 +30,7 @@ from memsaver_core.contract.status import Status, TagStatus
 from memsaver_core.manifests import source_of
 from memsaver_core.phases import PhaseLog
 from memsaver_server import clock
-from memsaver_server.engine import (
-    DataParallelEngine,
-    Engine,
-    WatchedMemory,
-    memory_of,
-    unwritten_weights,
-    waits,
-)
+from memsaver_server.engine import DataParallelEngine, Engine, WatchedMemory, memory_of, unwritten_weights, waits
 from memsaver_server.engine.admission import Admission, failed_for_good
 from memsaver_server.engine.tag_selection import (
     asleep_dp_ranks,
