@@ -54,8 +54,8 @@ def bare_process(config: Path) -> None:
         small = Path(folder) / "config.json"
         small.write_text(json.dumps(shape))
         engine = TransformersEngine(random_weights=small, device="cuda", kv_cache_bytes=512 * MIB)
-    with ThreadPoolExecutor(64) as pool:
-        list(pool.map(engine.generate_sync, requests(64)))
+    for answer in [engine.submit(request) for request in requests(64)]:
+        answer.result()
     engine.close()
     del engine
     gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import os
@@ -84,7 +85,7 @@ def request(prompt: int, tokens: int = 48) -> dict[str, Any]:
 
 
 def alone(engine: TransformersEngine, prompts: Sequence[int]) -> list[list[int]]:
-    return [engine.generate_sync(request(prompt))["output_ids"] for prompt in prompts]
+    return [asyncio.run(engine.generate(request(prompt)))["output_ids"] for prompt in prompts]
 
 
 def together(engine: TransformersEngine, prompts: int) -> list[list[int]]:
@@ -200,21 +201,21 @@ def test_weights_loaded_from_a_checkpoint_lie_in_their_region(start: Start, held
 def test_graphs_change_no_token(start: Start) -> None:
     requests = [{"text": f"question {n}", "sampling_params": {"max_new_tokens": 40}} for n in range(3)]
     graphs = start()
-    replayed = [graphs.generate_sync(asked)["output_ids"] for asked in requests]
+    replayed = [asyncio.run(graphs.generate(asked))["output_ids"] for asked in requests]
     graphs.close()
     eager = start(enforce_eager=True)
     assert eager.describe()["graph_batch_sizes"] == []
-    assert [eager.generate_sync(asked)["output_ids"] for asked in requests] == replayed
+    assert [asyncio.run(eager.generate(asked))["output_ids"] for asked in requests] == replayed
 
 
 def test_drawn_tokens_leave_nothing_outside_the_regions(start: Start, held_by_others: set[int]) -> None:
     engine = start()
     asked = {"text": "draw", "sampling_params": {"max_new_tokens": 40, "temperature": 1.0, "seed": 3, "top_p": 0.9}}
-    drawn = engine.generate_sync(asked)["output_ids"]
+    drawn = asyncio.run(engine.generate(asked))["output_ids"]
     release(engine)
     assert own_pool().keys() <= held_by_others
     resume(engine)
-    assert engine.generate_sync(asked)["output_ids"] == drawn
+    assert asyncio.run(engine.generate(asked))["output_ids"] == drawn
 
 
 def test_new_weights_reach_the_graphs(start: Start, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -100,7 +101,7 @@ class Served:
     def __init__(self, ranks: int, *, compared: bool = True, **options: Any) -> None:
         if compared:
             whole = TransformersEngine(**options, **SIZES)
-            self.expected = whole.generate_sync(PROMPT)["output_ids"]
+            self.expected = asyncio.run(whole.generate(PROMPT))["output_ids"]
             whole.close()
         self.engine = TransformersEngine(tensor_parallel=ranks, **options, **SIZES)
         self.attachment: Attachment = attach(self.engine)

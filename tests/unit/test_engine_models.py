@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -96,7 +97,7 @@ def test_gpt2_with_its_own_position_table(tmp_path: Path, start: Start) -> None:
     model = save_checkpoint(config, tmp_path)
     engine = start(tmp_path)
     assert engine.describe()["max_len"] == 256
-    answer = engine.generate_sync({"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 8}})
+    answer = asyncio.run(engine.generate({"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 8}}))
     whole = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)[0, 3:].tolist()
     assert answer["output_ids"] == whole[: len(answer["output_ids"])]
 
@@ -107,22 +108,22 @@ def test_the_checkpoint_says_where_an_answer_ends(tmp_path: Path, start: Start) 
     config = json.loads((tmp_path / "generation_config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [299, free[4]]}))
     engine = start(tmp_path)
-    answer = engine.generate_sync({"input_ids": [4, 5], "sampling_params": {"max_new_tokens": 9}})
+    answer = asyncio.run(engine.generate({"input_ids": [4, 5], "sampling_params": {"max_new_tokens": 9}}))
     assert answer["output_ids"] == free[: free.index(free[4]) + 1]
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": free[4]}
     ignoring = {"max_new_tokens": 9, "ignore_eos": True}
-    assert engine.generate_sync({"input_ids": [4, 5], "sampling_params": ignoring})["output_ids"] == free
+    assert asyncio.run(engine.generate({"input_ids": [4, 5], "sampling_params": ignoring}))["output_ids"] == free
 
 
 def test_a_shape_is_served_without_a_checkpoint(tmp_path: Path, start: Start) -> None:
     file = tmp_path / "shape.json"
     file.write_text(json.dumps({**Qwen2Config(**SHAPE).to_dict(), "dtype": "bfloat16"}))
     request = {"text": "hello", "sampling_params": {"max_new_tokens": 30}}
-    first = start(random_weights=file).generate_sync(request)
+    first = asyncio.run(start(random_weights=file).generate(request))
     assert first["meta_info"]["prompt_tokens"] == 5
     assert len(set(first["output_ids"])) > 5
-    assert start(random_weights=file).generate_sync(request)["output_ids"] == first["output_ids"]
-    assert start(random_weights=file, seed=1).generate_sync(request)["output_ids"] != first["output_ids"]
+    assert asyncio.run(start(random_weights=file).generate(request))["output_ids"] == first["output_ids"]
+    assert asyncio.run(start(random_weights=file, seed=1).generate(request))["output_ids"] != first["output_ids"]
 
 
 def test_random_weights_differ_from_a_checkpoint_of_the_same_shape_in_their_values_alone(
@@ -131,7 +132,7 @@ def test_random_weights_differ_from_a_checkpoint_of_the_same_shape_in_their_valu
     config = Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True)
     model = save_checkpoint(config, tmp_path, seed=11)
     engine = start(random_weights=tmp_path / "config.json", seed=11, dtype=torch.float32)
-    answer = engine.generate_sync({"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 12}})
+    answer = asyncio.run(engine.generate({"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 12}}))
     whole = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False)
     assert answer["output_ids"] == whole[0, 3:].tolist()
 
@@ -150,7 +151,7 @@ def test_text_needs_a_tokenizer(tmp_path: Path, start: Start) -> None:
     engine = start(tmp_path)
     with pytest.raises(ValueError, match="no tokenizer: send input_ids"):
         engine.submit({"text": "hello"})
-    assert engine.generate_sync({"input_ids": [1], "sampling_params": {"max_new_tokens": 2}})["text"] == ""
+    assert asyncio.run(engine.generate({"input_ids": [1], "sampling_params": {"max_new_tokens": 2}}))["text"] == ""
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,9 @@ def small() -> Iterator[TransformersEngine]:
 
 
 def test_text_goes_in_and_comes_out(small: TransformersEngine) -> None:
-    answer = small.generate_sync({"text": "h\u00e9llo", "rid": "mine", "sampling_params": {"max_new_tokens": 6}})
+    answer = asyncio.run(
+        small.generate({"text": "h\u00e9llo", "rid": "mine", "sampling_params": {"max_new_tokens": 6}})
+    )
     assert answer["text"] == bytes(answer["output_ids"]).decode()
     info = answer["meta_info"]
     assert (info["id"], info["prompt_tokens"], info["completion_tokens"]) == ("mine", 6, 6)
@@ -190,12 +193,12 @@ def test_text_goes_in_and_comes_out(small: TransformersEngine) -> None:
 
 def test_draws_repeat_with_their_seed(small: TransformersEngine) -> None:
     request = {"text": "hello", "sampling_params": {"max_new_tokens": 16, "temperature": 1.0, "seed": 5}}
-    assert small.generate_sync(request)["output_ids"] == small.generate_sync(request)["output_ids"]
+    assert asyncio.run(small.generate(request))["output_ids"] == asyncio.run(small.generate(request))["output_ids"]
 
 
 def test_a_batch_answers_as_its_requests_alone(small: TransformersEngine) -> None:
     requests = [{"text": "many at once " * n, "sampling_params": {"max_new_tokens": 8 + n}} for n in range(1, 16)]
-    alone = [small.generate_sync(request)["output_ids"] for request in requests]
+    alone = [asyncio.run(small.generate(request))["output_ids"] for request in requests]
     small.flush_cache()
     futures = [small.submit(request) for request in requests]
     assert [future.result(600).output for future in futures] == alone
@@ -219,7 +222,7 @@ def test_nothing_of_torch_is_left_changed(tmp_path: Path, start: Start) -> None:
     Qwen2Config(**SHAPE).save_pretrained(tmp_path)
     for options in ({}, {"random_weights": tmp_path / "config.json"}):
         engine = start(**options)
-        engine.generate_sync({"text": "a", "sampling_params": {"max_new_tokens": 3, "temperature": 1.0}})
+        asyncio.run(engine.generate({"text": "a", "sampling_params": {"max_new_tokens": 3, "temperature": 1.0}}))
         engine.close()
     assert settings() == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator
@@ -91,7 +92,7 @@ def test_every_part_lies_in_its_region(engine: TransformersEngine) -> None:
 
 
 def test_tokens_and_addresses_are_the_same_after_everything_went_and_came_back(engine: TransformersEngine) -> None:
-    before, where = engine.generate_sync(REQUEST), addresses(engine)
+    before, where = asyncio.run(engine.generate(REQUEST)), addresses(engine)
     for _ in range(3):
         held = live_bytes()
         report = release(engine)
@@ -99,23 +100,23 @@ def test_tokens_and_addresses_are_the_same_after_everything_went_and_came_back(e
         assert resident_bytes() == 0
         assert resume(engine).resumed_bytes >= sum(held.values())
         assert addresses(engine) == where
-        assert engine.generate_sync(REQUEST)["output_ids"] == before["output_ids"]
+        assert asyncio.run(engine.generate(REQUEST))["output_ids"] == before["output_ids"]
 
 
 @pytest.mark.parametrize("tags", [["weights"], ["kv_cache"], ["workspace"], ["cuda_graph"], ["kv_cache", "cuda_graph"]])
 @pytest.mark.guards("resuming everything failed on tags that were never released")
 def test_tokens_are_the_same_after_a_part_went_and_came_back(engine: TransformersEngine, tags: list[str]) -> None:
     """What was never released stays as it is; a resume without tags brings the rest back."""
-    before = engine.generate_sync(REQUEST)
+    before = asyncio.run(engine.generate(REQUEST))
     release(engine, tags)
     assert {tag.tag for tag in ms.status().tags if tag.released_bytes} == set(tags)
     resume(engine)
-    assert engine.generate_sync(REQUEST)["output_ids"] == before["output_ids"]
+    assert asyncio.run(engine.generate(REQUEST))["output_ids"] == before["output_ids"]
 
 
 @pytest.mark.guards("replaying a graph failed after its memory was discarded")
 def test_static_tensors_that_lost_their_content_have_it_again(engine: TransformersEngine) -> None:
-    before = engine.generate_sync(REQUEST)
+    before = asyncio.run(engine.generate(REQUEST))
     engine.close_admission("memory is released")
     engine.drain(60)
     ms.release(["cuda_graph"], restore={"cuda_graph": "zero"})
@@ -123,11 +124,11 @@ def test_static_tensors_that_lost_their_content_have_it_again(engine: Transforme
     engine.repair(["cuda_graph"], ["cuda_graph"])
     engine.open_admission()
     engine.flush_cache()
-    assert engine.generate_sync(REQUEST)["output_ids"] == before["output_ids"]
+    assert asyncio.run(engine.generate(REQUEST))["output_ids"] == before["output_ids"]
 
 
 def test_parts_come_back_one_by_one_with_a_flush_between(engine: TransformersEngine) -> None:
-    before = engine.generate_sync(REQUEST)
+    before = asyncio.run(engine.generate(REQUEST))
     release(engine, ["weights"])
     release(engine, ["kv_cache", "cuda_graph"])
     engine.flush_cache()
@@ -142,14 +143,14 @@ def test_parts_come_back_one_by_one_with_a_flush_between(engine: TransformersEng
 @pytest.mark.guards("the prefix cache pointed to discarded pages")
 def test_a_prefix_that_went_with_the_cache_is_computed_again(engine: TransformersEngine) -> None:
     """Cached prefixes are dropped with their KV pages, and stay if the pages stay."""
-    first, second = engine.generate_sync(REQUEST), engine.generate_sync(REQUEST)
+    first, second = asyncio.run(engine.generate(REQUEST)), asyncio.run(engine.generate(REQUEST))
     assert second["meta_info"]["cached_tokens"] > 0
     release(engine, ["weights"])
     resume(engine)
-    assert engine.generate_sync(REQUEST)["meta_info"]["cached_tokens"] > 0
+    assert asyncio.run(engine.generate(REQUEST))["meta_info"]["cached_tokens"] > 0
     release(engine, ["kv_cache"])
     resume(engine)
-    again = engine.generate_sync(REQUEST)
+    again = asyncio.run(engine.generate(REQUEST))
     assert again["meta_info"]["cached_tokens"] == 0
     assert again["output_ids"] == second["output_ids"] == first["output_ids"]
 
@@ -157,18 +158,18 @@ def test_a_prefix_that_went_with_the_cache_is_computed_again(engine: Transformer
 @pytest.mark.guards("undefined KV cache pages produced NaN")
 def test_a_cache_that_comes_back_empty_gives_no_undefined_number(engine: TransformersEngine) -> None:
     """The KV cache returns as zeros whatever its new pages held, and the tokens are the same."""
-    before = engine.generate_sync(REQUEST)["output_ids"]
+    before = asyncio.run(engine.generate(REQUEST))["output_ids"]
     cache = [tensor for pair in engine.runner._cache._layers for tensor in pair]
     with dirty_pages(cache[0].data_ptr(), 2 * live_bytes()["kv_cache"]):
         release(engine, ["kv_cache"])
         resume(engine)
     assert all(not tensor.any() for tensor in cache)
-    assert engine.generate_sync(REQUEST)["output_ids"] == before
+    assert asyncio.run(engine.generate(REQUEST))["output_ids"] == before
 
 
 def test_frozen_requests_go_on_after_a_release(engine: TransformersEngine) -> None:
     requests = [{"text": f"request {n}: " * n, "sampling_params": {"max_new_tokens": 50}} for n in range(1, 5)]
-    before = [engine.generate_sync(request)["output_ids"] for request in requests]
+    before = [asyncio.run(engine.generate(request))["output_ids"] for request in requests]
     futures = [engine.submit(request) for request in requests]
     everything: list[str] | None = None
     for tags in (everything, ["weights"], ["kv_cache"], everything):
@@ -178,7 +179,7 @@ def test_frozen_requests_go_on_after_a_release(engine: TransformersEngine) -> No
 
 
 def test_aborted_requests_answer_with_what_they_have(engine: TransformersEngine) -> None:
-    whole = engine.generate_sync(REQUEST)["output_ids"]
+    whole = asyncio.run(engine.generate(REQUEST))["output_ids"]
     future = engine.submit(REQUEST)
     release(engine, mode="abort")
     done = future.result(0)
@@ -187,7 +188,7 @@ def test_aborted_requests_answer_with_what_they_have(engine: TransformersEngine)
 
 
 def test_a_drain_that_takes_too_long_changes_nothing(engine: TransformersEngine) -> None:
-    before = engine.generate_sync(REQUEST)["output_ids"]
+    before = asyncio.run(engine.generate(REQUEST))["output_ids"]
     future = engine.submit({**REQUEST, "rid": "slow"})
     engine.close_admission("memory is being released")
     with pytest.raises(DrainTimeoutError) as timeout:
@@ -208,19 +209,19 @@ def test_the_engine_is_alive_while_its_memory_is_away(engine: TransformersEngine
 
 
 PROGRAM = """
-import json, sys
+import asyncio, json, sys
 import memsaver_core as ms
 from memsaver_server.reference.engine import TransformersEngine
 engine = TransformersEngine(kv_cache_bytes=32 << 20, max_len=320, **json.loads(sys.argv[2]))
 request = json.loads(sys.argv[1])
-tokens = [engine.generate_sync(request)["output_ids"]]
+tokens = [asyncio.run(engine.generate(request))["output_ids"]]
 engine.close_admission("released")
 engine.drain(60)
 released = ms.release().released_bytes
 ms.resume()
 engine.repair(["kv_cache"], ["kv_cache"])
 engine.open_admission()
-tokens.append(engine.generate_sync(request)["output_ids"])
+tokens.append(asyncio.run(engine.generate(request))["output_ids"])
 print(json.dumps({"enabled": ms.enabled(), "released": released, "tokens": tokens}))
 if sys.argv[3] == "leave released":
     engine.close_admission("released")
@@ -238,7 +239,7 @@ def run_apart(options: dict[str, Any], end: str = "", **environment: str) -> dic
 def test_tokens_are_the_same_with_the_saver_disabled(engine: TransformersEngine) -> None:
     apart = run_apart({}, MEMSAVER_ENABLED="0")
     assert (apart["enabled"], apart["released"]) == (False, 0)
-    assert apart["tokens"] == [engine.generate_sync(REQUEST)["output_ids"]] * 2
+    assert apart["tokens"] == [asyncio.run(engine.generate(REQUEST))["output_ids"]] * 2
 
 
 @pytest.mark.parametrize("end", ["", "leave released"])
@@ -246,7 +247,7 @@ def test_tokens_are_the_same_with_the_saver_disabled(engine: TransformersEngine)
 def test_tokens_are_the_same_without_graphs_and_the_process_ends_cleanly(engine: TransformersEngine, end: str) -> None:
     """An engine that was never closed does not keep the interpreter from exiting."""
     apart = run_apart({"enforce_eager": True}, end, TESTS_END_WHOLE="1")
-    assert apart["tokens"] == [engine.generate_sync(REQUEST)["output_ids"]] * 2
+    assert apart["tokens"] == [asyncio.run(engine.generate(REQUEST))["output_ids"]] * 2
 
 
 def test_a_closed_engine_gives_its_memory_up(engine: TransformersEngine) -> None:
@@ -257,4 +258,4 @@ def test_a_closed_engine_gives_its_memory_up(engine: TransformersEngine) -> None
     assert not other.is_alive()
     assert live_bytes() == held
     with pytest.raises(Exception, match="shutting down"):
-        other.generate_sync(REQUEST)
+        asyncio.run(other.generate(REQUEST))

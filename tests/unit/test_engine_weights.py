@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import pickle
@@ -69,7 +70,7 @@ def payload(tensors: dict[str, torch.Tensor]) -> list[str]:
 
 
 def answer_of(engine: TransformersEngine) -> list[int]:
-    tokens: list[int] = engine.generate_sync(REQUEST)["output_ids"]
+    tokens: list[int] = asyncio.run(engine.generate(REQUEST))["output_ids"]
     return tokens
 
 
@@ -118,7 +119,7 @@ def test_broken_weights_leave_no_trace_in_the_cache(engine: TransformersEngine, 
     broken = {name: torch.full_like(t, float("nan")) for name, t in engine.runner.model.named_parameters()}
     engine.update_weights_from_tensor(payload(broken))
     for _ in range(engine.describe()["slots"] + 1):
-        engine.generate_sync({"text": "x" * 200, "sampling_params": {"max_new_tokens": 4}})
+        asyncio.run(engine.generate({"text": "x" * 200, "sampling_params": {"max_new_tokens": 4}}))
     engine.update_weights_from_disk(original)
     assert answer_of(engine) == before
 

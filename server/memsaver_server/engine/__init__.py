@@ -89,7 +89,8 @@ class Memory(Protocol):
 
 @runtime_checkable
 class WatchedMemory(Memory, Protocol):
-    """A memory in other processes; the death of one is an event."""
+    """A memory in other processes; the death of one is an event. They may be those of several data-parallel engines;
+    an operation may be of some of these."""
 
     def on_failure(self, call: Callable[[], None]) -> None:
         """Call ``call`` once ``status`` is ``failed``, at once if it is; from any thread."""
@@ -101,13 +102,8 @@ class WatchedMemory(Memory, Protocol):
         """Return the tags that are resident again after a failed release, but without their content. Each call returns
         only tags that no call before has returned."""
 
-
-@runtime_checkable
-class DataParallelMemory(WatchedMemory, Protocol):
-    """A memory that may be that of several data-parallel engines; an operation may be of some of them."""
-
     def status_of(self, dp_ranks: Sequence[int]) -> Status:
-        """Return what these engines hold."""
+        """Return what these data-parallel engines hold."""
 
 
 class _LocalMemory:
@@ -258,7 +254,7 @@ class UpdatableEngine(Engine, Protocol):
 @runtime_checkable
 class DataParallelEngine(Engine, Protocol):
     """A server of data-parallel engines, of which some can be released while the others serve. Its ``memory`` is a
-    ``DataParallelMemory``, which says for each rank what engine it is of."""
+    ``WatchedMemory``, which says for each rank what engine it is of."""
 
     def check_dp_ranks(self, dp_ranks: Sequence[int]) -> None:
         """Raise UnsupportedError or BadRequestError if these engines do not exist, or cannot be released alone."""

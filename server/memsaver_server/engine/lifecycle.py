@@ -30,15 +30,7 @@ from memsaver_core.contract.status import Status, TagStatus
 from memsaver_core.manifests import source_of
 from memsaver_core.phases import PhaseLog
 from memsaver_server import clock
-from memsaver_server.engine import (
-    DataParallelEngine,
-    DataParallelMemory,
-    Engine,
-    WatchedMemory,
-    memory_of,
-    unwritten_weights,
-    waits,
-)
+from memsaver_server.engine import DataParallelEngine, Engine, WatchedMemory, memory_of, unwritten_weights, waits
 from memsaver_server.engine.admission import Admission, failed_for_good
 from memsaver_server.engine.tag_selection import (
     asleep_dp_ranks,
@@ -224,7 +216,7 @@ class Lifecycle:
 
     def status_of(self, request: Release | Resume) -> Status:
         """Return the status of the data-parallel engines that ``request`` selects, by default of all."""
-        if request.dp_ranks and isinstance(self.memory, DataParallelMemory):
+        if request.dp_ranks and isinstance(self.memory, WatchedMemory):
             return self.memory.status_of(request.dp_ranks)
         return self.memory.status()
 

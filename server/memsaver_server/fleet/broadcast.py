@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 
 import httpx
 
+from memsaver_server.client.errors import error_for
 from memsaver_server.controller import Answer
 from memsaver_server.fleet.answers import WHOLE_S, UnreadableError, content_of, value_of
 from memsaver_server.fleet.connection import key_advice
@@ -76,8 +77,7 @@ def answer_of(rows: list[CallRow], done: str, more: Mapping[str, Any] | None = N
     reasons = "; ".join(f"{row.name}: {row.message}" for row in failed)
     status = failed[0].status if 400 <= failed[0].status < 600 else 502
     message = f"{len(failed)} of {count_of(rows)} failed: {reasons}"
-    body = failed[0].body if isinstance(failed[0].body, dict) else {}
-    error = body.get("error") if isinstance(body.get("error"), dict) else {}
-    kind = str((error or {}).get("type") or ("engine_failed" if failed[0].status else "unreachable"))
+    kind = error_for(failed[0].status, failed[0].body, "", None).kind
+    kind = kind or ("engine_failed" if failed[0].status else "unreachable")
     answer = Answer.error(status, kind, message, 1 if status == 503 else None)
     return Answer({**answer.body, **about}, status, answer.headers)

@@ -21,7 +21,7 @@ from memsaver_core.contract.status import COORDINATOR_HEADER, OccupationAnswer
 from memsaver_server import clock
 from memsaver_server.client.aio import AsyncClient
 from memsaver_server.client.errors import AnswerError, UnreachableError
-from memsaver_server.client.requests import AnswerT, Call, key_header, path_of
+from memsaver_server.client.requests import AnswerT, Call, key_header, operation_call, path_of
 from memsaver_server.fleet.answers import content_of
 from memsaver_server.fleet.members import Member
 from memsaver_server.threads import first_of
@@ -108,10 +108,8 @@ class Connection:
         return await self._ask(partial(self._client.operation, operation_id))
 
     async def plan(self, verb: OperationName, tags: Sequence[str]) -> reports.PlanAnswer:
-        plan = await self._ask(partial(self._client.plan, verb, tags))
-        if isinstance(plan, reports.PlanAnswer):
-            return plan
-        raise EngineFailure("unreadable", f"{self.member.url} gave the plan of a coordinator")
+        call = operation_call(verb, tags, {}, "dry_run")
+        return await self._ask(partial(self._client.call, reports.PlanAnswer, call))
 
     async def prepare(
         self, verb: OperationName, body: Mapping[str, Any], key: str, limit_s: float

@@ -143,7 +143,7 @@ class FleetController(Controller[FleetOperation]):
         await operation.ended()
 
     def answer(self, operation: FleetOperation) -> Answer:
-        result = operation.result
+        result = operation.report
         if result is None:
             assert operation.error is not None
             about = {"operation": operation.request.operation, "operation_id": operation.id, "engines": []}
@@ -170,7 +170,7 @@ class FleetController(Controller[FleetOperation]):
         except results.FleetError as error:
             raise errors.TooLateToCancelError(str(error)) from None
         await operation.ended()
-        operation.go("cancel")  # refused if it was too late all the same
+        operation.advance("cancel")  # refused if it was too late all the same
 
     async def plan(self, asked: Asked) -> Answer:
         assert isinstance(asked, AskedOfFleet)

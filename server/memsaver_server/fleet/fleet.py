@@ -182,8 +182,8 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
 
     def operations(self) -> list[FleetProgress | FleetResult]:
         """Return the operations that run, and the results of the last ones, newest first."""
-        begun = [each for each in self.history.recent() if each.result or not each.has_ended]
-        return [each.result or each.progress_now() for each in begun]
+        begun = [each for each in self.history.recent() if each.report or not each.has_ended]
+        return [each.report or each.progress_now() for each in begun]
 
     async def watch(self, interval_s: float = 1.0) -> AsyncIterator[FleetEvent]:
         """Yield the events of the fleet until the iterator is closed; first ``joined`` for each member. The engines are
@@ -430,7 +430,7 @@ class AsyncFleet(AbstractAsyncContextManager["AsyncFleet"]):
         return result
 
     def _report(self, operation: FleetOperation, event: str) -> None:
-        operation.go(event)
+        operation.advance(event)
         self.hub.publish("operation", **operation.progress_now().model_dump(mode="json"))
 
 

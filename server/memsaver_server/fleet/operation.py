@@ -58,8 +58,9 @@ FLEET = Table(
 
 @dataclass(eq=False, kw_only=True)
 class FleetOperation(Operation):
-    """Use it in one event loop."""
+    """Use it in one event loop, which needs no lock."""
 
+    report: FleetResult | None = None  # what became of every engine; None while it runs, or if it could not be begun
     origin: Origin
     cause: str  # why the coordinator does it, if it was not just asked to
     wish: Wanted | None  # what the record is to say once it is carried out; None: nothing
@@ -105,11 +106,6 @@ class FleetOperation(Operation):
         assert isinstance(self.request, AskedOfFleet)
         return self.request
 
-    @property
-    def result(self) -> FleetResult | None:
-        """What became of every engine; None while it runs, or if it could not be begun."""
-        return self.report if isinstance(self.report, FleetResult) else None
-
     def join(self, request: Asked) -> bool:
         return not self.given_up.is_set() and super().join(request)
 
@@ -124,8 +120,8 @@ class FleetOperation(Operation):
         await self.ended()
         if self.error is not None:
             raise self.error
-        assert self.result is not None
-        return self.result
+        assert self.report is not None
+        return self.report
 
     def known(self, outcome: Outcome) -> Known:
         """Return what the record keeps of its id."""
@@ -151,25 +147,20 @@ class FleetOperation(Operation):
 
     @property
     def engines(self) -> dict[str, str]:
-        if self.result is None:
+        if self.report is None:
             return {part.member.name: part.shown for part in self.parts}
-        rows = self.result.engines
+        rows = self.report.engines
         return {row.name: "done" if row.success else "failed" if row.error else "undone" for row in rows}
-
-    def go(self, event: str) -> None:
-        with self.changed:
-            self.advance(event)
 
     def conclude(self, result: FleetResult | None, error: BaseException | None = None) -> None:
         """Record how it ended, and let its callers know. ``error``: it could not be begun."""
-        with self.changed:
-            self.report, self.error = result, None if error is None else error.with_traceback(None)
-            self.finished_at, self.seconds = time.time(), result.seconds if result is not None else self.elapsed_s()
-            if result is not None and result.success:
-                self.advance("done")
-            else:
-                given_up = self.given_up.is_set() and self.table.allows(self.state, "cancelled")
-                self.advance("cancelled" if given_up else "failed")
+        self.report, self.error = result, None if error is None else error.with_traceback(None)
+        self.finished_at, self.seconds = time.time(), result.seconds if result is not None else self.elapsed_s()
+        if result is not None and result.success:
+            self.advance("done")
+        else:
+            given_up = self.given_up.is_set() and self.table.allows(self.state, "cancelled")
+            self.advance("cancelled" if given_up else "failed")
         self.answer_callers()
 
     def described(self) -> dict[str, object]:
@@ -225,7 +216,7 @@ class FleetOperation(Operation):
         return f"{reasons}; what was {done} was undone: all engines are as before{losses}"
 
     def audited(self) -> dict[str, object]:
-        result = self.result
+        result = self.report
         return {**self.described(), **({"error": result.message} if result and not result.success else {})}
 
     def progress_now(self) -> FleetProgress:

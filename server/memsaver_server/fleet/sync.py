@@ -30,12 +30,7 @@ def _blocking(
 def _made(make: Callable[_P, AsyncFleet]) -> Callable[Concatenate[Fleet, _P], None]:
     @wraps(make)
     def __init__(fleet: Fleet, /, *arguments: _P.args, **options: _P.kwargs) -> None:
-        fleet._fleet = make(*arguments, **options)
-        fleet._loop = asyncio.new_event_loop()
-        fleet._thread = threading.Thread(target=fleet._loop.run_forever, name="memsaver-fleet", daemon=True)
-        fleet._thread.start()
-        fleet._closing = threading.Lock()
-        fleet._closed, fleet._calls = False, set()
+        fleet._begin(make(*arguments, **options))
 
     return __init__
 
@@ -51,14 +46,16 @@ class Fleet(AbstractContextManager["Fleet"]):
     """As ``AsyncFleet``, blocking. Safe to use from several threads: its event loop runs in a separate thread. Once
     ``close`` was called, every call raises FleetError."""
 
-    _loop: asyncio.AbstractEventLoop
-    _thread: threading.Thread
-    _fleet: AsyncFleet
-    _closing: threading.Lock
-    _closed: bool
-    _calls: set[Future[Any]]
-
     __init__ = _init
+
+    def _begin(self, fleet: AsyncFleet) -> None:
+        self._fleet = fleet
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="memsaver-fleet", daemon=True)
+        self._thread.start()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._calls: set[Future[Any]] = set()
 
     release = _blocking(AsyncFleet.release)
     resume = _blocking(AsyncFleet.resume)

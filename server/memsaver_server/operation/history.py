@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from memsaver_core.contract.errors import IdempotencyKeyError, NotFoundError
@@ -63,13 +62,6 @@ class History(Generic[_Operation]):
             self._on_forgotten(operation)
 
 
-@dataclass
-class _Use:
-    """The operation for which keys were sent; a reduced copy once the history has forgotten it."""
-
-    operation: Operation
-
-
 class Keys:
     """The Idempotency-Keys of an engine's callers: each stands for one request.
 
@@ -79,8 +71,8 @@ class Keys:
     """
 
     def __init__(self) -> None:
-        self._keys: OrderedDict[str, tuple[str, _Use, float]] = OrderedDict()  # digest, use, when it was sent last
-        self._uses: dict[str, _Use] = {}  # of operations that are remembered, by id
+        # Digest, operation, when it was sent last. Of an operation that the history has forgotten it is a reduced copy.
+        self._keys: OrderedDict[str, tuple[str, Operation, float]] = OrderedDict()
 
     def find(self, request: Asked, key: str | None) -> Operation | None:
         """Return the operation that an earlier call under ``key`` got, unless that is to be tried anew. Raises
@@ -88,24 +80,25 @@ class Keys:
         self._drop()
         if key is None or key not in self._keys:
             return None
-        digest, use, _ = self._keys[key]
-        operation = use.operation
+        digest, operation, _ = self._keys[key]
         if digest != request.digest():
             raise reused(f"{operation.request.operation} {operation.id}", key)
-        self._note(key, digest, use)
+        self._note(key, digest, operation)
         return operation if operation.answers_repeats else None
 
     def add(self, key: str | None, request: Asked, operation: Operation) -> None:
         if key is not None:
-            self._note(key, request.digest(), self._uses.setdefault(operation.id, _Use(operation)))
+            self._note(key, request.digest(), operation)
 
     def forgotten(self, operation: Operation) -> None:
         """Keep no more of an operation than repeats need."""
-        if (use := self._uses.pop(operation.id, None)) is not None:
-            use.operation = operation.as_forgotten()
+        kept = operation.as_forgotten()
+        for key, (digest, each, sent_at) in self._keys.items():
+            if each is operation:
+                self._keys[key] = digest, kept, sent_at
 
-    def _note(self, key: str, digest: str, use: _Use) -> None:
-        self._keys[key] = digest, use, clock.monotonic()
+    def _note(self, key: str, digest: str, operation: Operation) -> None:
+        self._keys[key] = digest, operation, clock.monotonic()
         self._keys.move_to_end(key)
 
     def _drop(self) -> None:

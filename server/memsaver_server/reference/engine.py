@@ -71,7 +71,10 @@ class TransformersEngine(Scheduler):
 
     async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         """See ``GeneratingEngine``; ``rid`` names the request. Also raises EngineDeadError."""
-        return self._answer(await asyncio.wrap_future(self.submit(request)))
+        done = await asyncio.wrap_future(self.submit(request))
+        decode = self._tokenizer.decode if self._tokenizer is not None else lambda *_, **__: ""
+        text = decode(done.output, skip_special_tokens=done.sampling.skip_special_tokens)
+        return {"text": text, "output_ids": done.output, "meta_info": done.meta_info()}
 
     def update_weights_from_disk(
         self, model_path: str | Path, *, flush_cache: bool = True, abort_all_requests: bool = False
@@ -94,10 +97,6 @@ class TransformersEngine(Scheduler):
     def submit(self, request: dict[str, Any]) -> Future[Request]:
         """Queue a request for ``generate``, from any thread. Cancelling the future ends the request."""
         return self.enqueue(self._parse(request))
-
-    def generate_sync(self, request: dict[str, Any]) -> dict[str, Any]:
-        """As ``generate``, without an event loop."""
-        return self._answer(self.submit(request).result())
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -156,11 +155,6 @@ class TransformersEngine(Scheduler):
             raise ValueError(f"the prompt has {len(ids)} tokens; with its output it must fit {self.runner.length}")
         name = {"name": request["rid"]} if isinstance(request.get("rid"), str) else {}
         return Request(ids, Sampling.parse(request.get("sampling_params")), **name)
-
-    def _answer(self, request: Request) -> dict[str, Any]:
-        decode = self._tokenizer.decode if self._tokenizer is not None else lambda *_, **__: ""
-        text = decode(request.output, skip_special_tokens=request.sampling.skip_special_tokens)
-        return {"text": text, "output_ids": request.output, "meta_info": request.meta_info()}
 
 
 def _load_tokenizer(folder: Path) -> Any:

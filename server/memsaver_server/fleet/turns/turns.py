@@ -206,8 +206,6 @@ class Turns:
         self._closed = True
         for line in self._lines.values():
             line.fail(NoTurnError("the coordinator shuts down; repeat the request"))
-        if self._timer is not None:
-            self._timer.cancel()
 
     # -- whose turn it is ----------------------------------------------------------------------------------------------
 
