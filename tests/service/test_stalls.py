@@ -25,7 +25,7 @@ RELEASING = {
     "unmap": "pause",
     "release": "pause",
 }
-RESUMING = ["create", "map", "allow_access", "copy_to_device", "copy_to_host"]
+RESUMING = ["create", "map", "allow_access", "copy_to_device", "record"]
 PATHS = ["/memory_occupation", "/metrics", "/livez", "/readyz", "/operations"]
 
 
