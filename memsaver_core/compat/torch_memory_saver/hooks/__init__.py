@@ -26,10 +26,6 @@ class HookUtilBase:
         """Return an object of the class for ``hook_mode``; raises KeyError if there is none."""
         return {"preload": HookUtilModePreload, "torch": HookUtilModeTorch}[hook_mode]()
 
-    def get_path_binary(self) -> str:
-        """Return the path of the library that catches allocations."""
-        raise NotImplementedError
-
 
 class HookUtilModePreload(HookUtilBase):
     """Catches what torch allocates in a region, and raw ``cudaMalloc`` if the library was preloaded."""
