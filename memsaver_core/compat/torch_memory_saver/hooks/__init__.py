@@ -41,7 +41,8 @@ class HookUtilModePreload(HookUtilBase):
             )
         logger.info("The preload library is not loaded: regions hold what torch allocates and nothing else; %s", how)
 
-    def get_path_binary(self) -> str:
+    @staticmethod
+    def get_path_binary() -> str:
         """Return the path of the library that is or would be preloaded."""
         return state.this_process.attach_library() or str(get_binary_path_from_package(PRELOAD))
 
