@@ -539,7 +539,11 @@ class CudaDriver final : public Driver {
 
 }  // namespace
 
-bool cuda_available(std::string* why) noexcept { return cuda::api(why) != nullptr; }
+std::string cuda_missing() {
+  std::string why;
+  (void)cuda::api(&why);
+  return why;
+}
 
 bool cuda_can_checkpoint() noexcept {
   void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
