@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Literal
 
 from memsaver_core import _native, process
@@ -55,12 +54,10 @@ class HookUtilModeTorch(HookUtilBase):
         return _native.__file__
 
 
-@contextmanager
-def configure_subprocess() -> Iterator[None]:
+def configure_subprocess() -> AbstractContextManager[None]:
     """Have processes started inside load the preload library; raise ConfigurationError if it is not installed. When
     such a process imports this package, the library leaves its ``LD_PRELOAD``, so its own children do not inherit it
     (``MEMSAVER_PRELOAD_INHERIT=1`` leaves it there)."""
     library = str(get_binary_path_from_package(PRELOAD))
     others = [each for each in state.preloaded() if each != library]
-    with change_env("LD_PRELOAD", ":".join([library, *others])):
-        yield
+    return change_env("LD_PRELOAD", ":".join([library, *others]))
