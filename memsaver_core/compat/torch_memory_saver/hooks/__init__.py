@@ -30,7 +30,7 @@ class HookUtilModePreload(HookUtilBase):
     """Catches what torch allocates in a region, and raw ``cudaMalloc`` if the library was preloaded."""
 
     def __init__(self) -> None:
-        if state.this_process.attach_library() or not process.backend().has_memory_pools:
+        if state.attach_library() or not process.backend().has_memory_pools:
             return
         how = "start the process inside configure_subprocess(), or with LD_PRELOAD=" + self.get_path_binary()
         if state.flag("TMS_INIT_ENABLE"):
@@ -43,7 +43,7 @@ class HookUtilModePreload(HookUtilBase):
     @staticmethod
     def get_path_binary() -> str:
         """Return the path of the library that is or would be preloaded."""
-        return state.this_process.attach_library() or str(get_binary_path_from_package(PRELOAD))
+        return state.attach_library() or str(get_binary_path_from_package(PRELOAD))
 
 
 class HookUtilModeTorch(HookUtilBase):
