@@ -11,6 +11,8 @@ import torch
 
 from memsaver_core import _native
 from memsaver_core.backends import Backend
+from memsaver_core.backends.cuda import CudaBackend
+from memsaver_core.backends.host import HostBackend
 from memsaver_core.contract.errors import ConfigurationError
 from memsaver_core.settings import CoreSettings
 from memsaver_core.tensor_sharing import refuse_to_share
@@ -113,12 +115,5 @@ def _make_saver() -> _native.Saver:
 
 @lru_cache
 def _backend_for(driver: str) -> Backend:
-    if driver == "cuda":
-        from memsaver_core.backends.cuda import CudaBackend
-
-        return CudaBackend()
-    if driver == "host":
-        from memsaver_core.backends.host import HostBackend
-
-        return HostBackend()
-    return Backend()
+    kinds: dict[str, type[Backend]] = {"cuda": CudaBackend, "host": HostBackend}
+    return kinds.get(driver, Backend)()
