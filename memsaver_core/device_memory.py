@@ -67,7 +67,7 @@ def graph_memory_bytes(index: int) -> int:
     if saver is not None and process.backend().has_context:
         with hibernation.device_lock:
             pool = 0 if hibernation.is_away() else saver.graph_memory(index)
-    return graphs.grown_bytes(index) + pool
+    return pool + sum(nbytes for device, nbytes in list(graphs.grown.values()) if device == index)
 
 
 def read_torch_memory(index: int) -> TorchMemory:

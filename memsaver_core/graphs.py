@@ -17,12 +17,6 @@ from memsaver_core.contract.policies import PolicyLike, policy_for
 grown: WeakKeyDictionary[torch.cuda.CUDAGraph, tuple[int, int]] = WeakKeyDictionary()
 
 
-def grown_bytes(index: int) -> int:
-    """Return the bytes, as NVML counts them, by which captures by ``graph`` grew this process's memory of a device,
-    beside tensors."""
-    return sum(nbytes for device, nbytes in list(grown.values()) if device == index)
-
-
 class GraphPool:
     """Memory that several graphs share, under one tag; pass it to ``graph``. As with ``torch.cuda.graph_pool_handle``,
     they must be replayed one at a time, and each may overwrite what another left in it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 from functools import lru_cache
 from typing import Any
@@ -12,7 +11,9 @@ import torch
 
 from memsaver_core import _native
 from memsaver_core.backends import Backend
-from memsaver_core.contract.errors import ConfigurationError, ForkedProcessError
+from memsaver_core.backends.cuda import CudaBackend
+from memsaver_core.backends.host import HostBackend
+from memsaver_core.contract.errors import ConfigurationError
 from memsaver_core.settings import CoreSettings
 from memsaver_core.tensor_sharing import refuse_to_share
 
@@ -21,7 +22,6 @@ _lock = threading.Lock()
 _settings: CoreSettings | None = None
 _backend: Backend | None = None
 _saver: _native.Saver | None = None
-_pid: int | None = None
 
 
 def core_settings() -> CoreSettings:
@@ -85,16 +85,12 @@ def saver() -> _native.Saver:
     with _lock:
         if _saver is None:
             return _make_saver()
-        if _pid != os.getpid():
-            raise ForkedProcessError(
-                f"memsaver was set up in process {_pid} and cannot be used in its forked child {os.getpid()}; "
-                "start workers with the 'spawn' method"
-            )
+        _saver.check_process()
         return _saver
 
 
 def _make_saver() -> _native.Saver:
-    global _saver, _backend, _pid
+    global _saver, _backend
     values, kind = core_settings(), backend()
     kind.prepare()
     made = _native.Saver(
@@ -111,7 +107,7 @@ def _make_saver() -> _native.Saver:
     )
     _native.activate(made)
     refuse_to_share(made)
-    _saver, _backend, _pid = made, kind, os.getpid()
+    _saver, _backend = made, kind
     # torch frees what regions hold until the very end of the process, when the driver is gone.
     atexit.register(made.close)
     return made
@@ -119,12 +115,5 @@ def _make_saver() -> _native.Saver:
 
 @lru_cache
 def _backend_for(driver: str) -> Backend:
-    if driver == "cuda":
-        from memsaver_core.backends.cuda import CudaBackend
-
-        return CudaBackend()
-    if driver == "host":
-        from memsaver_core.backends.host import HostBackend
-
-        return HostBackend()
-    return Backend()
+    kinds: dict[str, type[Backend]] = {"cuda": CudaBackend, "host": HostBackend}
+    return kinds.get(driver, Backend)()

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Literal
 
@@ -31,14 +31,12 @@ POLL_S = 0.05
 _found_by: dict[str, int] = {}
 
 
-@contextmanager
-def written_asleep(tag: str, source: WeightsKey | None = None) -> Iterator[None]:
+def written_asleep(tag: str, source: WeightsKey | None = None) -> AbstractContextManager[None]:
     """Run the block, which writes tensors of ``tag`` while their memory is released. A resume brings back what was
     written; after an error, the content from before. ``source`` has model and revision of the files from which the
     block loads all weights: engines with the same share one load. Raises as ``Lending`` and its methods."""
     update = Update(tag, source=source)
-    with in_steps(lambda step: [update.take(step)], shared=source is not None):
-        yield
+    return in_steps(lambda step: [update.take(step)], shared=source is not None)
 
 
 @contextmanager
@@ -89,7 +87,8 @@ class Update:
             case "find":
                 return self._find()
             case "lend":
-                self._lend()
+                self._lending = Lending(self._tag, self._processes)
+                self._others = self._digest_of_others(self._lending)
             case "fill":
                 return self._fill()
             case "keep" if self._lending is not None:
@@ -118,10 +117,6 @@ class Update:
         elif found != "no_room":
             self._entry, self._claimed = entry, found == "claimed"
         return found
-
-    def _lend(self) -> None:
-        self._lending = Lending(self._tag, self._processes)
-        self._others = self._digest_of_others(self._lending)
 
     def _digest_of_others(self, lending: Lending) -> bytes:
         """Return a digest of the tensors that are not in the store: the model makes them itself."""

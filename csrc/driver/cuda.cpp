@@ -182,17 +182,15 @@ class CudaDevice {
   };
 
   // Returns the properties of memory to create. Throws configuration if the device has no virtual memory management.
-  [[nodiscard]] AllocationProperties properties() {
-    const Lock lock(mutex_);
-    if (properties_.type == 0) {
-      if (attribute(kAttributeVirtualMemory, 0) == 0) {
-        throw Error(ErrorKind::configuration, "the device does not support CUDA virtual memory management");
-      }
-      properties_.type = kAllocationPinned;
-      properties_.location = {kLocationDevice, ordinal_};
-      properties_.flags.gpu_direct_rdma_capable = attribute(kAttributeRdmaWithVirtualMemory, 0) != 0 ? 1 : 0;
+  [[nodiscard]] AllocationProperties properties() const {
+    if (attribute(kAttributeVirtualMemory, 0) == 0) {
+      throw Error(ErrorKind::configuration, "the device does not support CUDA virtual memory management");
     }
-    return properties_;
+    AllocationProperties properties{};
+    properties.type = kAllocationPinned;
+    properties.location = {kLocationDevice, ordinal_};
+    properties.flags.gpu_direct_rdma_capable = attribute(kAttributeRdmaWithVirtualMemory, 0) != 0 ? 1 : 0;
+    return properties;
   }
 
   // Returns an event that recycle() took back, or Event{}.
@@ -228,17 +226,15 @@ class CudaDevice {
   [[nodiscard]] bool has(const KernelSource& source, bool compile_now) noexcept {
     const Lock lock(mutex_);
     Kernels& kernels = kernels_[source.name];
-    if (kernels.state == Kernels::State::unknown) {
-      if (kernels.code.empty() && !compile_now) return false;
+    if (kernels.module == nullptr && !kernels.failed && (compile_now || !kernels.code.empty())) {
       try {
         load(source, kernels);
-        kernels.state = Kernels::State::ready;
       } catch (const std::exception& error) {
-        kernels.state = Kernels::State::missing;
+        kernels.failed = true;
         warn(std::string(source.without) + ": " + error.what());
       }
     }
-    return kernels.state == Kernels::State::ready;
+    return kernels.module != nullptr;
   }
 
   // Returns a kernel of the set. Only after has() returned true. Throws driver errors.
@@ -252,11 +248,11 @@ class CudaDevice {
 
  private:
   struct Kernels {
-    enum class State { unknown, ready, missing } state = State::unknown;
     std::string code;  // compiled, and not loaded yet
     Module module = nullptr;
+    bool failed = false;  // to compile or load
     std::map<std::string, Function> functions;
-    [[nodiscard]] bool known() const { return state != State::unknown || !code.empty(); }
+    [[nodiscard]] bool known() const { return failed || module != nullptr || !code.empty(); }
   };
 
   void load(const KernelSource& source, Kernels& kernels) REQUIRES(mutex_) {
@@ -275,7 +271,6 @@ class CudaDevice {
   Mutex context_mutex_;
   Context context_ GUARDED_BY(context_mutex_) = nullptr;
   Mutex mutex_ ACQUIRED_BEFORE(context_mutex_);
-  AllocationProperties properties_ GUARDED_BY(mutex_){};
   std::vector<Event> idle_events_ GUARDED_BY(mutex_);
   std::map<const char*, Kernels> kernels_ GUARDED_BY(mutex_);  // by name of the set
 };
@@ -551,7 +546,11 @@ class CudaDriver final : public Driver {
 
 }  // namespace
 
-bool cuda_available(std::string* why) noexcept { return cuda::api(why) != nullptr; }
+std::string cuda_missing() {
+  std::string why;
+  (void)cuda::api(&why);
+  return why;
+}
 
 bool cuda_can_checkpoint() noexcept {
   void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);

@@ -142,8 +142,8 @@ class Driver {
 // torch uses it. A context is created at the first call that needs it. Throws configuration if CUDA is not available.
 [[nodiscard]] std::unique_ptr<Driver> open_cuda_driver();
 
-// Returns whether libcuda finds a device; if not, `why` says what is missing.
-[[nodiscard]] bool cuda_available(std::string* why) noexcept;
+// Returns why libcuda finds no device; an empty string if it does.
+[[nodiscard]] std::string cuda_missing();
 
 [[nodiscard]] bool cuda_can_checkpoint() noexcept;  // whether libcuda has the checkpoint functions
 

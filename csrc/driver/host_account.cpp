@@ -88,7 +88,8 @@ class MEMSAVER_THREAD_ANNOTATION(scoped_lockable) HostAccount::Guard {
 // One account for each name in this process: closing any descriptor of a file drops all of its locks on the file.
 struct HostAccount::Registry {
   Mutex mutex;
-  std::map<std::string, std::weak_ptr<HostAccount>> accounts GUARDED_BY(mutex);
+  // By process and name: a forked child does not inherit record locks, so it needs separate accounts.
+  std::map<std::pair<pid_t, std::string>, std::weak_ptr<HostAccount>> accounts GUARDED_BY(mutex);
 
   static Registry& instance() {
     static auto* const registry = new Registry;
@@ -98,16 +99,12 @@ struct HostAccount::Registry {
     return *registry;
   }
 
-  // A forked child does not inherit record locks, so it needs separate accounts.
-  static std::string key_of(const std::string& name) { return std::to_string(getpid()) + "/" + name; }
-
   static void leave_all() {
     Registry& registry = instance();
     if (!registry.mutex.try_lock()) return;  // held by another thread, or forked while it was
-    const std::string own = key_of("");
     for (const auto& [key, held] : registry.accounts) {
-      if (key.compare(0, own.size(), own) != 0) continue;
-      if (const auto account = held.lock()) account->leave();
+      const auto account = key.first == getpid() ? held.lock() : nullptr;
+      if (account) account->leave();
     }
     registry.mutex.unlock();
   }
@@ -125,7 +122,7 @@ std::shared_ptr<HostAccount> HostAccount::open(const std::string& name, std::siz
   const std::string path = "/dev/shm/memsaver-" + std::to_string(getuid()) + "-" + name;
   Registry& registry = Registry::instance();
   const Lock lock(registry.mutex);
-  auto& known = registry.accounts[Registry::key_of(name)];
+  auto& known = registry.accounts[{getpid(), name}];
   if (auto account = known.lock()) return account;
   for (;;) {
     const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);

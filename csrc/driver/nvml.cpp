@@ -64,7 +64,7 @@ std::optional<DeviceMemory> memory_of(const std::string& uuid, const std::vector
       if (asked && list[i].used != ~0ull) own += list[i].used;
     }
   }
-  return DeviceMemory{memory.total, memory.free, memory.used, own};
+  return DeviceMemory{memory.total - memory.reserved, memory.free, memory.used, own};
 }
 
 bool nvlink_connects(const std::string& one, const std::string& other) {

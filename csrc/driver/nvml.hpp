@@ -10,7 +10,7 @@
 namespace memsaver::nvml {
 
 struct DeviceMemory {
-  std::size_t total_bytes;
+  std::size_t total_bytes;  // without what the driver reserves
   std::size_t free_bytes;
   std::size_t used_bytes;
   std::size_t process_bytes;  // used by those of `processes` that NVML lists

@@ -19,11 +19,7 @@ namespace {
 // Held while NVRTC works. A process that ended meanwhile would crash: its exit handlers free what NVRTC uses.
 Mutex compiling;
 bool ended GUARDED_BY(compiling) = false;
-
-std::string& torch_path() REQUIRES(compiling) {
-  static auto* path = new std::string;
-  return *path;
-}
+std::string& torch_path GUARDED_BY(compiling) = *new std::string;
 
 // name, symbol, arguments
 #define MEMSAVER_NVRTC_FUNCTIONS(X)                                                                                \
@@ -44,7 +40,7 @@ struct Nvrtc {
 
 Nvrtc open_nvrtc() REQUIRES(compiling) {
   std::vector<std::string> names;
-  if (!torch_path().empty()) names.push_back(torch_path());
+  if (!torch_path.empty()) names.push_back(torch_path);
   for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"}) names.emplace_back(name);
   for (const auto& name : names) {
     void* library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -109,7 +105,7 @@ void write_atomically(const std::string& path, const std::string& content) {
 
 void set_nvrtc_path(const std::string& path) {
   const Lock lock(compiling);
-  torch_path() = path;
+  torch_path = path;
 }
 
 std::string compile(const std::string& name, const std::string& source, const std::string& architecture) {

@@ -7,10 +7,7 @@ namespace {
 std::atomic<Saver*> saver{nullptr};
 Mutex regions_mutex;
 // By number, without the device, which each call gives.
-std::vector<Arena::Key>& regions() REQUIRES(regions_mutex) {
-  static auto* list = new std::vector<Arena::Key>;
-  return *list;
-}
+std::vector<Arena::Key>& regions GUARDED_BY(regions_mutex) = *new std::vector<Arena::Key>;
 
 // Returns null on failure: torch frees its caches, retries, raises OutOfMemoryError. Torch holds its allocator's lock.
 void* allocate(int region, ssize_t bytes, int device) noexcept {
@@ -19,7 +16,7 @@ void* allocate(int region, ssize_t bytes, int device) noexcept {
     Arena::Key key;
     {
       const Lock lock(regions_mutex);
-      key = regions().at(static_cast<std::size_t>(region));
+      key = regions.at(static_cast<std::size_t>(region));
     }
     key.device = device;
     Saver* const active = active_saver();
@@ -54,19 +51,18 @@ bool free_or_warn(Saver& owner, Address address) noexcept {
 
 int allocator_for(const std::string& tag, Restore restore, std::size_t chunk_bytes) {
   const Lock lock(regions_mutex);
-  auto& list = regions();
-  for (std::size_t i = 0; i < list.size(); ++i) {
-    const Arena::Key& each = list[i];
+  for (std::size_t i = 0; i < regions.size(); ++i) {
+    const Arena::Key& each = regions[i];
     if (each.tag == tag && each.restore == restore && each.chunk_bytes == chunk_bytes) return static_cast<int>(i);
   }
-  if (list.size() == kAllocators) {
+  if (regions.size() == kAllocators) {
     throw Error(ErrorKind::configuration, "no more than " + std::to_string(kAllocators) +
                                               " sets of tag, restore policy and chunk size can be used in one process")
         .with_tag(tag)
         .with_advice("use fewer tags");
   }
-  list.push_back({0, tag, restore, chunk_bytes});
-  return static_cast<int>(list.size() - 1);
+  regions.push_back({0, tag, restore, chunk_bytes});
+  return static_cast<int>(regions.size() - 1);
 }
 
 }  // namespace memsaver

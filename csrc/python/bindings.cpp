@@ -177,6 +177,7 @@ void bind_functions(SaverClass& saver) {
       .def("known_tags", &Saver::known_tags, NoGil())
       .def("devices", &Saver::devices, NoGil())
       .def("owns", &Saver::owns, "address"_a, NoGil())
+      .def("check_process", &Saver::check_process)
       .def("close", &Saver::close, NoGil())
       .def("trim_graph_memory", &Saver::trim_graph_memory, NoGil())
       .def(
@@ -321,13 +322,7 @@ void bind_hooks(py::module_& module) {
 }
 
 void bind_machine(py::module_& module) {
-  module.def(
-      "cuda_missing",
-      [] {
-        std::string why;
-        return cuda_available(&why) ? std::string() : why;
-      },
-      "Why CUDA cannot be used here; an empty string if it can.");
+  module.def("cuda_missing", &cuda_missing, "Why CUDA cannot be used here; an empty string if it can.");
   module.def("can_checkpoint", &cuda_can_checkpoint);
   module.def("reaches", &cuda_reaches, "device"_a, "address"_a, NoGil());
   module.def("set_nvrtc_path", &cuda::set_nvrtc_path, "path"_a);

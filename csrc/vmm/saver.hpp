@@ -106,7 +106,9 @@ class Saver {
   [[nodiscard]] std::vector<int> devices() const;  // on which memory was ever allocated
   [[nodiscard]] bool owns(Address address) const;
   [[nodiscard]] Driver& driver() { return *driver_; }
-  // Throws forked in a forked child, and context_lost once the context is lost.
+  // Throws forked in a forked child. Call it before taking a lock: the parent may have held that lock at the fork.
+  void check_process() const;
+  // Throws as above, and context_lost once the context is lost.
   void check_usable() const;
   // Prepares for the end of the process: from now on free() does nothing, no host memory is unpinned, and no kernel is
   // compiled. Waits for a kernel that is being compiled.
@@ -124,8 +126,6 @@ class Saver {
   class Resize;
   class Expectation;
 
-  // Throws forked in a forked child. Call it before taking a lock: the parent may have held that lock at the fork.
-  void check_process() const;
   // Adds a device to the map and to the backups, once. Throws driver errors.
   void add_device(int device) EXCLUDES(map_.mutex);
   // Acquires chunks for `ranges` of an allocation, which follow one another. Throws driver errors: they are free again.

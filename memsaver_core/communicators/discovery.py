@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from memsaver_core.communicators.nccl import Held, Nccl, loaded
+from memsaver_core.communicators.nccl import SUSPENDS, Held, Nccl, loaded
 
-#: torch can suspend its communicators by itself if it was built with this version of NCCL or a later one.
-_TORCH_SUSPENDS = (2, 29, 7)
 #: Modules that keep the groups of ranks by name, and the engines' names.
 _ENGINES = {"vllm.distributed.parallel_state": "vllm", "sglang.srt.distributed.parallel_state": "sglang"}
 
@@ -74,7 +72,7 @@ def _of_torch() -> Iterator[Communicator]:
             if not comm:
                 continue
             made = Communicator.of(name, comm, ranks=group.size(), rank=group.rank(), device=device, nccl=library)
-            suspends = hasattr(backend, "memory_stats") and tuple(backend.get_build_nccl_version()) >= _TORCH_SUSPENDS
+            suspends = hasattr(backend, "memory_stats") and tuple(backend.get_build_nccl_version()) >= SUSPENDS
             yield _by_torch(backend, made) if suspends else made
             break
 

@@ -16,8 +16,9 @@ from memsaver_core.contract.errors import MemsaverError
 
 logger = logging.getLogger("memsaver")
 
-#: The first version with ncclCommSuspend, ncclCommResume and ncclCommMemStats, as ncclGetVersion encodes it (nccl.h).
-SUSPENDS = 22907
+#: The first version with ncclCommSuspend, ncclCommResume and ncclCommMemStats. torch suspends its communicators by
+#: itself if it was built with this version or a later one.
+SUSPENDS = (2, 29, 7)
 
 #: NCCL_SUSPEND_MEM of nccl.h.
 _SUSPEND_MEMORY = 1
@@ -41,9 +42,8 @@ class Nccl:
         self._library = library
         version = ctypes.c_int()
         self._call("ncclGetVersion", ctypes.byref(version))
-        self.version = version.value
-        #: The version as people write it: 2.29.7.
-        self.version_text = f"{self.version // 10000}.{self.version // 100 % 100}.{self.version % 100}"
+        self.version = (version.value // 10000, version.value // 100 % 100, version.value % 100)
+        self.version_text = ".".join(map(str, self.version))
 
     def held(self, comm: int) -> Held:
         """Count what a communicator holds. Needs NCCL 2.29.7, as do ``suspend`` and ``resume``."""

@@ -88,7 +88,7 @@ class Hibernation:
             return [self.failure]
         if not process.enabled():
             return ["memsaver is disabled (MEMSAVER_ENABLED=0)"]
-        return [] if self.is_away() else preconditions.obstacles(preconditions.observe(), suspending)
+        return [] if self.is_away() else preconditions.obstacles(suspending)
 
     def is_hibernated(self) -> bool:
         """Return whether CUDA calls of this process block until ``wake``: it is locked, and perhaps checkpointed."""

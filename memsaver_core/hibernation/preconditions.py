@@ -6,13 +6,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from memsaver_core import _native, communicators, process, shared_buffers
 from memsaver_core.contract.errors import MemsaverError
-from memsaver_core.contract.status import CommunicatorStatus
 from memsaver_core.hibernation import helper
 
 #: The first driver that can checkpoint (CUDA 12.8).
@@ -24,78 +22,44 @@ _FIRST_MANAGED = 1 << 40
 _checks: list[Callable[[], list[str]]] = []
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What was found of this process."""
-
-    has_context: bool = True  # the process has a context on the device; if not, fewer checks apply
-    helper: bool = True  # the helper program exists and may be run
-    can_checkpoint: bool = True  # the NVIDIA driver has the checkpoint calls
-    mps: str = ""  # the pipe of a CUDA MPS daemon that this process computes through
-    communicators: tuple[CommunicatorStatus, ...] = ()  # NCCL's, of more than one rank
-    ipc_tensors: int = 0  # shared with other processes by CUDA IPC, exported or imported
-    peers: tuple[tuple[int, int], ...] = ()  # pairs of devices of which the first reaches the second's memory
-    managed_bytes: int = 0  # of managed memory (cudaMallocManaged), by any library
-    imported_bytes: int = 0  # of other processes' device memory, mapped by memsaver_core.shared_buffers
-    sharing: tuple[str, ...] = ()  # what else ranks share of device memory
-    others: tuple[str, ...] = ()  # what registered checks found
-
-
 def register_check(check: Callable[[], list[str]]) -> None:
     """Have ``check`` called before each hibernation, while device calls still go on. It returns what prevents the
     hibernation and what to do, one string for each obstacle: what only an integration can see of its engine."""
     _checks.append(check)
 
 
-def obstacles(facts: Facts, suspending: bool = False) -> list[str]:
-    """Return what ``Hibernation.obstacles`` returns in a process with these ``facts``."""
-    found = []
-    if not facts.helper:
+def obstacles(suspending: bool = False) -> list[str]:
+    """Return what ``Hibernation.obstacles`` returns. Creates no device context; must not be called while hibernated, as
+    CUDA calls block."""
+    backend, found = process.backend(), list[str]()
+    if not os.access(helper.PATH, os.X_OK):
         found.append(f"the helper program {helper.PATH} is missing or may not be run; install memsaver again")
-    for each in facts.communicators:
+    for each in communicators.found():
         if not each.suspended and (each.obstacle or not suspending):
             remedy = each.obstacle or "suspend it first"
             found.append(f"communicator {each.name} is alive: {remedy}, or destroy it")
-    if facts.imported_bytes and not suspending:
+    if not suspending and (imported := shared_buffers.imported_bytes()):
         found.append(
-            f"{facts.imported_bytes} bytes of other processes' device memory are mapped, with which a checkpoint could "
+            f"{imported} bytes of other processes' device memory are mapped, with which a checkpoint could "
             "never be restored; drop the imported buffers first"
         )
-    found += [*facts.sharing, *facts.others]
-    if not facts.has_context:
+    found += [*communicators.shared(), *(reason for check in _checks for reason in check())]
+    if not backend.has_context:
         return found
-    if not facts.can_checkpoint:
+    if not _native.can_checkpoint():
         found.append(f"the NVIDIA driver cannot checkpoint processes; version {OLDEST_DRIVER} or later is needed")
-    if facts.mps:
-        found.append(f"the process runs under CUDA MPS ({facts.mps}), which cannot be checkpointed; run it without MPS")
-    if facts.ipc_tensors:
-        found.append(f"{facts.ipc_tensors} tensors are shared with other processes by CUDA IPC; drop them first")
-    if facts.peers:
-        pairs = ", ".join(f"{one} to {other}" for one, other in facts.peers)
+    if pipe := mps_pipe():
+        found.append(f"the process runs under CUDA MPS ({pipe}), which cannot be checkpointed; run it without MPS")
+    if tensors := ipc_tensors():
+        found.append(f"{tensors} tensors are shared with other processes by CUDA IPC; drop them first")
+    if peers := backend.peers(process.existing_saver(), process.core_settings().peer_access):
+        pairs = ", ".join(f"{one} to {other}" for one, other in peers)
         found.append(
             f"devices reach each other's memory ({pairs}); keep one device to a process, without MEMSAVER_PEER_ACCESS"
         )
-    if facts.managed_bytes:
-        found.append(f"{facts.managed_bytes} bytes of managed memory are in use; free it first")
+    if nbytes := managed_bytes():
+        found.append(f"{nbytes} bytes of managed memory are in use; free it first")
     return found
-
-
-def observe() -> Facts:
-    """Look at this process. Creates no device context; must not be called while hibernated, as CUDA calls block."""
-    backend = process.backend()
-    return Facts(
-        has_context=backend.has_context,
-        helper=os.access(helper.PATH, os.X_OK),
-        can_checkpoint=backend.has_context and _native.can_checkpoint(),
-        mps=mps_pipe(),
-        communicators=communicators.found(),
-        ipc_tensors=ipc_tensors(),
-        peers=backend.peers(process.existing_saver(), process.core_settings().peer_access),
-        managed_bytes=managed_bytes() if backend.has_context else 0,
-        imported_bytes=shared_buffers.imported_bytes(),
-        sharing=communicators.shared(),
-        others=tuple(found for check in _checks for found in check()),
-    )
 
 
 def mps_pipe() -> str:

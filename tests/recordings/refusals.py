@@ -13,10 +13,9 @@ from typing import Any
 import httpx
 
 from memsaver_core.contract.errors import ContextLostError
-from memsaver_core.hibernation import preconditions
-from memsaver_core.hibernation.preconditions import Facts
 from memsaver_server.http import connection_limits
 from tests.native import injection
+from tests.obstacles import put_in
 
 from .engines import KEY, PROMPT, READ_KEY, Site, driver, generating, payload, served
 from .scenario import ABSENT, Scenario, raw
@@ -269,14 +268,11 @@ def _hibernation_fails(scenario: Scenario) -> None:
 
 def _cannot_hibernate(scenario: Scenario) -> None:
     """The reasons are put in, as the host driver has none."""
-    observe, preconditions.observe = preconditions.observe, lambda: Facts(managed_bytes=1, ipc_tensors=1)
-    try:
+    with put_in(managed_bytes=1, ipc_tensors=1):
         scenario.call(RELEASE, {"hibernate": True}, whole=True)
         scenario.call(RELEASE, {"hibernate": True, "dry_run": True})
         scenario.call(RELEASE, {"hibernate": True, "prepare": True})
         scenario.call("POST /sleep?level=3")
-    finally:
-        preconditions.observe = observe
 
 
 def _drain_fails(site: Site, scenario: Scenario) -> None:

@@ -4,15 +4,15 @@ reasons."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
 import memsaver_core as ms
 from memsaver_core.contract.status import CommunicatorStatus
-from memsaver_core.hibernation import preconditions
-from memsaver_core.hibernation.preconditions import Facts
 from tests.native import injection
+from tests.obstacles import put_in
 
 from .tensor_engine import KV_BYTES, WEIGHTS_BYTES
 
@@ -61,24 +61,24 @@ def test_tags_that_stay_come_back_with_it(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize(("path", "body"), FULLY)
 @pytest.mark.parametrize(
-    ("facts", "reason"),
+    ("put", "reason"),
     [
-        (Facts(can_checkpoint=False), "570 or later is needed"),
-        (Facts(mps="/tmp/nvidia-mps/control"), "CUDA MPS"),
-        (Facts(communicators=(CommunicatorStatus(name="tp", ranks=2, rank=0),)), "communicator tp is alive"),
-        (Facts(ipc_tensors=1), "CUDA IPC"),
-        (Facts(peers=((0, 1),)), "reach each other's memory"),
-        (Facts(managed_bytes=1), "managed memory"),
-        (Facts(helper=False), "helper program"),
+        ({"can_checkpoint": False}, "570 or later is needed"),
+        ({"mps": "/tmp/nvidia-mps/control"}, "CUDA MPS"),
+        ({"communicators": (CommunicatorStatus(name="tp", ranks=2, rank=0),)}, "communicator tp is alive"),
+        ({"ipc_tensors": 1}, "CUDA IPC"),
+        ({"peers": ((0, 1),)}, "reach each other's memory"),
+        ({"managed_bytes": 1}, "managed memory"),
+        ({"has_helper": False}, "helper program"),
     ],
 )
 def test_what_stands_in_the_way_is_told_and_nothing_is_done(
-    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, object], facts: Facts, reason: str
+    http: httpx.Client, path: str, body: dict[str, object], put: dict[str, Any], reason: str
 ) -> None:
     """The reasons are patched in, because this machine has none; everything else is real."""
-    monkeypatch.setattr(preconditions, "observe", lambda: facts)
     before = tokens(http)
-    response = http.post(path, json=body)
+    with put_in(**put):
+        response = http.post(path, json=body)
     assert response.status_code == 409
     assert response.json()["error"]["type"] == "unsupported"
     assert reason in response.json()["message"]
@@ -88,10 +88,10 @@ def test_what_stands_in_the_way_is_told_and_nothing_is_done(
     assert tokens(http) == before
 
 
-def test_the_rest_of_a_release_needs_no_checkpoint(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preconditions, "observe", lambda: Facts(can_checkpoint=False))
-    http.post("/release_memory_occupation", json={"trim": True}).raise_for_status()
-    http.post("/resume_memory_occupation").raise_for_status()
+def test_the_rest_of_a_release_needs_no_checkpoint(http: httpx.Client) -> None:
+    with put_in(can_checkpoint=False):
+        http.post("/release_memory_occupation", json={"trim": True}).raise_for_status()
+        http.post("/resume_memory_occupation").raise_for_status()
 
 
 @pytest.mark.parametrize("step", ["lock", "checkpoint"])

@@ -8,6 +8,7 @@ import sys
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ from memsaver_core import communicators, process
 from memsaver_core.communicators import sharing
 from memsaver_core.contract.status import CommunicatorStatus
 from memsaver_core.hibernation import helper, preconditions
-from memsaver_core.hibernation.preconditions import Facts, obstacles
+from memsaver_core.hibernation.preconditions import obstacles
 from memsaver_core.shared_buffers import ImportedBuffer
 from tests.devices.sharing_peer import Peer
+from tests.obstacles import put_in
 
 OLD = CommunicatorStatus(name="old", ranks=2, rank=0, obstacle="NCCL 2.28.9 cannot suspend it; install NCCL 2.29.7")
 NEW = CommunicatorStatus(name="new", ranks=2, rank=0, suspendable_bytes=1)
@@ -30,23 +32,24 @@ NEEDS_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the host drive
 
 
 @pytest.mark.parametrize(
-    ("facts", "reason", "remedy"),
+    ("put", "reason", "remedy"),
     [
-        (Facts(can_checkpoint=False), "the NVIDIA driver cannot checkpoint", "570 or later"),
-        (Facts(mps="/tmp/nvidia-mps/control"), "CUDA MPS (/tmp/nvidia-mps/control)", "without MPS"),
-        (Facts(communicators=(OLD,)), "communicator old is alive: NCCL 2.28.9 cannot", "install NCCL 2.29.7"),
-        (Facts(communicators=(NEW,)), "communicator new is alive", "suspend it first, or destroy it"),
-        (Facts(imported_bytes=7), "7 bytes of other processes' device memory are mapped", "drop the imported buffers"),
-        (Facts(sharing=("the custom all-reduce shares memory; start without",)), "the custom all-reduce", "without"),
-        (Facts(others=("a buffer is shared; free it",)), "a buffer is shared", "free it"),
-        (Facts(ipc_tensors=3), "3 tensors are shared with other processes by CUDA IPC", "drop them"),
-        (Facts(peers=((0, 1), (1, 0))), "reach each other's memory (0 to 1, 1 to 0)", "MEMSAVER_PEER_ACCESS"),
-        (Facts(managed_bytes=1 << 30), "1073741824 bytes of managed memory", "free it"),
-        (Facts(helper=False), "memsaver-hibernate is missing", "install memsaver again"),
+        ({"can_checkpoint": False}, "the NVIDIA driver cannot checkpoint", "570 or later"),
+        ({"mps": "/tmp/nvidia-mps/control"}, "CUDA MPS (/tmp/nvidia-mps/control)", "without MPS"),
+        ({"communicators": (OLD,)}, "communicator old is alive: NCCL 2.28.9 cannot", "install NCCL 2.29.7"),
+        ({"communicators": (NEW,)}, "communicator new is alive", "suspend it first, or destroy it"),
+        ({"imported_bytes": 7}, "7 bytes of other processes' device memory are mapped", "drop the imported buffers"),
+        ({"sharing": ("the custom all-reduce shares memory; start without",)}, "the custom all-reduce", "without"),
+        ({"others": ("a buffer is shared; free it",)}, "a buffer is shared", "free it"),
+        ({"ipc_tensors": 3}, "3 tensors are shared with other processes by CUDA IPC", "drop them"),
+        ({"peers": ((0, 1), (1, 0))}, "reach each other's memory (0 to 1, 1 to 0)", "MEMSAVER_PEER_ACCESS"),
+        ({"managed_bytes": 1 << 30}, "1073741824 bytes of managed memory", "free it"),
+        ({"has_helper": False}, "memsaver-hibernate is missing", "install memsaver again"),
     ],
 )
-def test_each_has_a_reason_that_says_what_to_do(facts: Facts, reason: str, remedy: str) -> None:
-    [told] = obstacles(facts)
+def test_each_has_a_reason_that_says_what_to_do(put: dict[str, Any], reason: str, remedy: str) -> None:
+    with put_in(**put):
+        [told] = obstacles()
     assert reason in told
     assert remedy in told
 
@@ -58,15 +61,20 @@ def test_a_process_without_memsaver_has_that_reason_alone(monkeypatch: pytest.Mo
 
 
 def test_all_of_them_are_told_at_once() -> None:
-    assert len(obstacles(Facts(can_checkpoint=False, mps="here", ipc_tensors=1, communicators=(OLD,)))) == 4
+    with put_in(can_checkpoint=False, mps="here", ipc_tensors=1, communicators=(OLD,)):
+        assert len(obstacles()) == 4
 
 
 def test_communicators_that_are_or_will_be_suspended_are_no_reason() -> None:
     suspended = NEW.model_copy(update={"suspendable_bytes": 0, "suspended_bytes": 1, "suspended": True})
-    assert obstacles(Facts(communicators=(suspended,))) == []
-    assert obstacles(Facts(communicators=(NEW, suspended)), suspending=True) == []
-    assert obstacles(Facts(imported_bytes=7), suspending=True) == []
-    [told] = obstacles(Facts(communicators=(OLD, NEW)), suspending=True)
+    with put_in(communicators=(suspended,)):
+        assert obstacles() == []
+    with put_in(communicators=(NEW, suspended)):
+        assert obstacles(suspending=True) == []
+    with put_in(imported_bytes=7):
+        assert obstacles(suspending=True) == []
+    with put_in(communicators=(OLD, NEW)):
+        [told] = obstacles(suspending=True)
     assert "communicator old" in told
 
 
@@ -208,15 +216,17 @@ def test_multicast_memory_is_told_with_the_variable(
 def test_what_only_an_integration_sees_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preconditions, "_checks", [])
     preconditions.register_check(lambda: ["the engine shares a buffer; start it without"])
-    assert preconditions.observe().others == ("the engine shares a buffer; start it without",)
+    assert "the engine shares a buffer; start it without" in obstacles()
 
 
 def test_nothing_stands_in_the_way_of_a_plain_process() -> None:
-    assert obstacles(Facts()) == []
+    with put_in():
+        assert obstacles() == []
 
 
 def test_what_hinders_the_cuda_driver_does_not_hinder_the_host_s() -> None:
-    assert obstacles(Facts(has_context=False, mps="here", can_checkpoint=False)) == []
+    with put_in(has_context=False, mps="here", can_checkpoint=False):
+        assert obstacles() == []
 
 
 @NEEDS_CPU

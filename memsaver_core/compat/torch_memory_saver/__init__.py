@@ -8,6 +8,6 @@ from memsaver_core.compat.torch_memory_saver.hooks import configure_subprocess
 
 __all__ = ["TorchMemorySaver", "configure_subprocess", "torch_memory_saver"]
 
-state.this_process.attach_library()
+state.attach_library()
 
 torch_memory_saver = TorchMemorySaver()

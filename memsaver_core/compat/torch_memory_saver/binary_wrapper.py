@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,31 +27,15 @@ _FIELDS: dict[str, Any] = {
 }
 
 
-class _ThreadState(threading.local):
-    """A thread's region if there is no preload library. Each thread begins with the environment's values."""
-
-    def __init__(self) -> None:
-        self.interesting_region = state.flag("TMS_INIT_ENABLE")
-        self.enable_cpu_backup = state.flag("TMS_INIT_ENABLE_CPU_BACKUP")
-        self.enable_disk_backup = state.flag("TMS_INIT_ENABLE_DISK_BACKUP")
-        self.current_tag = b"default"
-        self.cpu_backup_backend = os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND", "pinned").encode()
-
-
 @cache
-def _thread_state(path: str) -> Any:
-    """Return an object with this thread's region; the preload library at ``path``, if any, keeps and reads it."""
-    if not path:
-        return _ThreadState()
+def _library(path: str) -> ctypes.CDLL:
+    """Return the preload library, preloaded or not. It keeps each thread's region, which begins with the environment's
+    values."""
     library = ctypes.CDLL(path)
-
-    def field(name: str, kind: Any) -> property:
-        getter, setter = library[f"tms_get_{name}"], library[f"tms_set_{name}"]
-        getter.argtypes, getter.restype = [], kind
-        setter.argtypes, setter.restype = [kind], None
-        return property(lambda _: getter(), lambda _, value: setter(value))
-
-    return type("LibraryState", (), {name: field(name, kind) for name, kind in _FIELDS.items()})()
+    for field, kind in _FIELDS.items():
+        getter, setter = getattr(library, f"tms_get_{field}"), getattr(library, f"tms_set_{field}")
+        getter.restype, setter.argtypes, setter.restype = kind, [kind], None
+    return library
 
 
 #: ``stack`` brings a thread back into its region, which it has left by ``tms_set_interesting_region(False)``.
@@ -74,63 +57,60 @@ class NativeFunctions:
     backup that is set applies to raw allocations; torch's take theirs from their region."""
 
     def __init__(self, path: str) -> None:
-        self._state = _thread_state(path)
+        self._library = _library(path)
 
     def __getattr__(self, name: str) -> Any:
         """Return a getter or setter of a field; or a function of CUDA's runtime, which the original library exports."""
         if name.startswith("__"):
             raise AttributeError(name)
-        action, _, field = name.removeprefix("tms_").partition("_")
-        if field in _FIELDS:
-            return partial(getattr if action == "get" else setattr, self._state, field)
-        return getattr(_cuda_runtime(), name)
+        return getattr(self._library if name.startswith("tms_") else _cuda_runtime(), name)
 
     def tms_set_interesting_region(self, value: bool) -> None:
         """Leave the region if False, keeping its tag; enter it again if True."""
         suspension = getattr(_suspension, "stack", None)
-        if not value and self._state.interesting_region and suspension is None:
+        if not value and self._library.tms_get_interesting_region() and suspension is None:
             _suspension.stack = ExitStack()
             _suspension.stack.enter_context(process.backend().outside_regions())
         elif value and suspension is not None:
             _suspension.stack = None
             suspension.close()
-        self._state.interesting_region = bool(value)
+        self._library.tms_set_interesting_region(value)
 
     @contextmanager
     def own_region(self) -> Iterator[None]:
         """Restore the thread's state after the block."""
-        before = {name: getattr(self._state, name) for name in _FIELDS}
+        before = {field: getattr(self._library, f"tms_get_{field}")() for field in _FIELDS}
         left_before, _suspension.stack = getattr(_suspension, "stack", None), None
         try:
             yield
         finally:
             self.tms_set_interesting_region(True)  # end a suspension that began inside
             _suspension.stack = left_before
-            for name, value in before.items():
-                setattr(self._state, name, value)
+            for field, value in before.items():
+                getattr(self._library, f"tms_set_{field}")(value)
 
     @contextmanager
     def region_left(self) -> Iterator[None]:
         """Leave the thread's region; torch's memory comes from a pool that ends with the block."""
-        if not self._state.interesting_region:
+        if not self._library.tms_get_interesting_region():
             raise state.MisuseError(
                 "disable() is for a thread in a region, or with TMS_INIT_ENABLE=1; this one is in none"
             )
-        self._state.interesting_region = False
+        self._library.tms_set_interesting_region(False)
         try:
             with process.backend().outside_regions(own_pool=True):
                 yield
         finally:
-            self._state.interesting_region = True
+            self._library.tms_set_interesting_region(True)
 
     def tms_set_current_tag(self, tag: bytes) -> None:
         if not tag or len(tag) >= _TAG_BYTES:
             raise ConfigurationError(f"a tag is a name of 1 to {_TAG_BYTES - 1} bytes, not {tag!r}")
-        self._state.current_tag = tag
+        self._library.tms_set_current_tag(tag)
 
     def tms_set_cpu_backup_backend(self, value: bytes) -> None:
         """Set ``pinned`` or ``mmap``. With the latter each resume of the process unmaps unused memory at once."""
-        self._state.cpu_backup_backend = state.check_backend(value.decode()).encode()
+        self._library.tms_set_cpu_backup_backend(state.check_backend(value.decode()).encode())
         state.this_process.frees_at_once |= value == b"mmap"
 
     def tms_pause(self, tag: bytes | None) -> int:
@@ -162,7 +142,7 @@ class NativeFunctions:
 class BinaryWrapper:
     """Holds the functions as ``cdll``."""
 
-    def __init__(self, path_binary: str = "") -> None:
+    def __init__(self, path_binary: str) -> None:
         self.cdll = NativeFunctions(path_binary)
 
     def set_config(

@@ -16,14 +16,13 @@ import memsaver_core as ms
 from memsaver_core import _native, process
 from memsaver_core.compat.torch_memory_saver import state
 from memsaver_core.compat.torch_memory_saver.binary_wrapper import BinaryWrapper
-from memsaver_core.compat.torch_memory_saver.hooks import HookMode, HookUtilBase
+from memsaver_core.compat.torch_memory_saver.hooks import HookMode, HookUtilBase, HookUtilModePreload
 from memsaver_core.compat.torch_memory_saver.state import MisuseError
 from memsaver_core.resizing import piece_bytes
 
 CpuBackupBackend = Literal["mmap", "pinned"]
 
 _TAG_DEFAULT = "default"
-_MISSING = object()
 
 # By torch's id of the pool that the caller gave, and the tag: graphs that are given the same pool share memory.
 _graph_pools: weakref.WeakValueDictionary[tuple[Any, str], ms.GraphPool] = weakref.WeakValueDictionary()
@@ -198,8 +197,7 @@ class _TorchMemorySaverImpl:
         self._is_xpu = False
         self._hook_mode = hook_mode
         self._hook_util = HookUtilBase.create(hook_mode)
-        # In either mode the preload library, if loaded, has the state of the region.
-        self._binary_wrapper = BinaryWrapper(state.this_process.attach_library())
+        self._binary_wrapper = BinaryWrapper(HookUtilModePreload.get_path_binary())
         self._mem_pools = MemPools()
         state.this_process.initialize()
 
@@ -208,15 +206,15 @@ class MemPools:
     """The pools of regions, for projects that drop them: torch keeps what is freed in a pool until then. After that
     ``torch.cuda.empty_cache()`` gives back the free memory; its tensors live on, under their tag. None on the host."""
 
-    def pop(self, key: tuple[Any, ...], default: Any = _MISSING) -> Any:
+    def pop(self, key: tuple[Any, ...], *default: Any) -> Any:
         """Drop the pools of ``(tag, enable_cpu_backup[, enable_disk_backup, ...])``. If there are none, return
         ``default``, or raise KeyError without one."""
         restore = _native.restore_for(key[0], bool(key[1]), len(key) > 2 and key[2] is True)
         if process.backend().forget_pools(key[0], restore):
             return None
-        if default is _MISSING:
+        if not default:
             raise KeyError(key)
-        return default
+        return default[0]
 
     def clear(self) -> None:
         process.backend().forget_pools()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -118,32 +119,12 @@ class State:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._library: str | None = None  # path of the preload library, "" if not loaded, None if not known yet
         self._callbacks: list[Any] = []  # the library calls them for as long as the process lives
         self._initialized = False
         self.retaining = False  # whether a resume leaves backups in host memory
         self.retained_tags: set[str] = set()  # those whose last resume did
         self._spare = SpareMemory()
         self.frees_at_once = False  # whether a resume returns only once the memory of its backups is unmapped
-
-    def attach_library(self) -> str:
-        """Connect the preload library, if this process was started with it, to the saver; return its path, or an empty
-        string. Takes it out of ``LD_PRELOAD``, so that children do not inherit it, unless
-        ``MEMSAVER_PRELOAD_INHERIT=1``. With ``TMS_INIT_ENABLE=1`` the saver is made at once, as allocations may come at
-        any time. Raises ConfigurationError if it is another version's, or an environment variable cannot be used."""
-        with self._lock:
-            if self._library is not None:
-                return self._library
-            self._library = _native.attach_preload_library(ZEROED_TAGS) if process.enabled() else ""
-        if self._library:
-            self._register_operations(self._library)
-            if not flag("MEMSAVER_PRELOAD_INHERIT"):
-                library = os.path.realpath(self._library)
-                others = [each for each in preloaded() if os.path.realpath(each) != library]
-                set_variable("LD_PRELOAD", ":".join(others) or None)
-            if flag("TMS_INIT_ENABLE"):
-                self.initialize()
-        return self._library
 
     def initialize(self) -> None:
         """Make the saver and apply the environment variables, once; raise ConfigurationError if one cannot be used."""
@@ -158,7 +139,8 @@ class State:
                     )
             backend = os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND", "")
             self.frees_at_once = check_backend(backend, "TMS_INIT_CPU_BACKUP_BACKEND") == "mmap"
-            if flag("TMS_INIT_ENABLE_CPU_BACKUP") and flag("TMS_INIT_ENABLE_DISK_BACKUP"):
+            flags = [flag(f"TMS_INIT_ENABLE{what}") for what in ("", "_CPU_BACKUP", "_DISK_BACKUP")]
+            if all(flags[1:]):
                 raise ConfigurationError(
                     "TMS_INIT_ENABLE_CPU_BACKUP and TMS_INIT_ENABLE_DISK_BACKUP exclude each other"
                 )
@@ -203,7 +185,7 @@ class State:
             else:
                 self._spare.keep(saver)
 
-    def _register_operations(self, path: str) -> None:
+    def register_operations(self, path: str) -> None:
         """Let C code in this process pause and resume, by ``tms_pause`` and ``tms_resume`` of the preload library."""
         kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)
 
@@ -240,3 +222,20 @@ def preloaded() -> list[str]:
 
 
 this_process = State()
+
+
+@cache
+def attach_library() -> str:
+    """Connect the preload library, if this process was started with it, to the saver; return its path, or an empty
+    string. Takes it out of ``LD_PRELOAD``, so that children do not inherit it, unless ``MEMSAVER_PRELOAD_INHERIT=1``.
+    With ``TMS_INIT_ENABLE=1`` the saver is made at once, as allocations may come at any time. Raises ConfigurationError
+    if it is another version's, or an environment variable cannot be used."""
+    library = _native.attach_preload_library(ZEROED_TAGS) if process.enabled() else ""
+    if library:
+        this_process.register_operations(library)
+        if not flag("MEMSAVER_PRELOAD_INHERIT"):
+            others = [each for each in preloaded() if os.path.realpath(each) != os.path.realpath(library)]
+            set_variable("LD_PRELOAD", ":".join(others) or None)
+        if flag("TMS_INIT_ENABLE"):
+            this_process.initialize()
+    return library

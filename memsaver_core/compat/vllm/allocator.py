@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import memsaver_core as ms
@@ -58,16 +58,13 @@ class MemsaverAllocator:
         self.override: Callable[[], object] | None = None
         self._graphs: ms.GraphPool | None = None
 
-    @contextmanager
-    def use_memory_pool(self, tag: str) -> Iterator[None]:
+    def use_memory_pool(self, tag: str) -> AbstractContextManager[Any]:
         """Put what torch allocates inside under ``tag``; pools nest."""
-        with ms.region(tag, restore=policy_of(tag), chunk_bytes=piece_bytes(tag)):
-            yield
+        return ms.region(tag, restore=policy_of(tag), chunk_bytes=piece_bytes(tag))
 
-    @contextmanager
-    def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
+    def cudagraph_pool(self) -> AbstractContextManager[tuple[int, int]]:
         """Give the pool that CUDA graphs are to be captured into."""
-        yield self.graph_pool()
+        return nullcontext(self.graph_pool())
 
     def graph_pool(self) -> tuple[int, int]:
         """Return torch's id of the one pool for CUDA graphs, under the tag ``cuda_graph``."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Literal
 
 from memsaver_core import _native, process
@@ -26,16 +25,12 @@ class HookUtilBase:
         """Return an object of the class for ``hook_mode``; raises KeyError if there is none."""
         return {"preload": HookUtilModePreload, "torch": HookUtilModeTorch}[hook_mode]()
 
-    def get_path_binary(self) -> str:
-        """Return the path of the library that catches allocations."""
-        raise NotImplementedError
-
 
 class HookUtilModePreload(HookUtilBase):
     """Catches what torch allocates in a region, and raw ``cudaMalloc`` if the library was preloaded."""
 
     def __init__(self) -> None:
-        if state.this_process.attach_library() or not process.backend().has_memory_pools:
+        if state.attach_library() or not process.backend().has_memory_pools:
             return
         how = "start the process inside configure_subprocess(), or with LD_PRELOAD=" + self.get_path_binary()
         if state.flag("TMS_INIT_ENABLE"):
@@ -45,9 +40,10 @@ class HookUtilModePreload(HookUtilBase):
             )
         logger.info("The preload library is not loaded: regions hold what torch allocates and nothing else; %s", how)
 
-    def get_path_binary(self) -> str:
+    @staticmethod
+    def get_path_binary() -> str:
         """Return the path of the library that is or would be preloaded."""
-        return state.this_process.attach_library() or str(get_binary_path_from_package(PRELOAD))
+        return state.attach_library() or str(get_binary_path_from_package(PRELOAD))
 
 
 class HookUtilModeTorch(HookUtilBase):
@@ -58,12 +54,10 @@ class HookUtilModeTorch(HookUtilBase):
         return _native.__file__
 
 
-@contextmanager
-def configure_subprocess() -> Iterator[None]:
+def configure_subprocess() -> AbstractContextManager[None]:
     """Have processes started inside load the preload library; raise ConfigurationError if it is not installed. When
     such a process imports this package, the library leaves its ``LD_PRELOAD``, so its own children do not inherit it
     (``MEMSAVER_PRELOAD_INHERIT=1`` leaves it there)."""
     library = str(get_binary_path_from_package(PRELOAD))
     others = [each for each in state.preloaded() if each != library]
-    with change_env("LD_PRELOAD", ":".join([library, *others])):
-        yield
+    return change_env("LD_PRELOAD", ":".join([library, *others]))
