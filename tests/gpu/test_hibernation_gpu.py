@@ -59,6 +59,7 @@ def test_cycles_leave_nothing_and_bring_everything_back() -> None:
     told = run(
         """
         left, down, up = [], [], []
+        total = ms.read_devices()[0].total_bytes
         for cycle in range(10):
             start = time.monotonic()
             report = ms.release(hibernate=True)
@@ -68,6 +69,7 @@ def test_cycles_leave_nothing_and_bring_everything_back() -> None:
             assert ms.release().released_bytes == 0  # a repeat is success and touches no driver
             assert abs(ms.read_devices()[0].used_bytes / 2**20 - used()) <= 2
             assert ms.read_devices()[0].process_bytes / 2**20 <= 16
+            assert ms.read_devices()[0].total_bytes == total
             report = ms.resume()
             up.append(next(p.seconds for p in report.phases if p.name == "wake"))
             out.zero_()
