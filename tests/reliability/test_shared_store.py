@@ -104,7 +104,7 @@ from memsaver_core import process
 
 torch.manual_seed(int(sys.argv[1]))
 with ms.region("weights", restore="host"):
-    held = [torch.empty(8 << 20, dtype=torch.uint8, device=ms.torch_device()).random_() for _ in range(20)]
+    held = [torch.empty(8 << 20, dtype=torch.uint8, device=ms.torch_device()).random_() for _ in range(36)]
 written = [int(tensor.view(torch.int64).sum()) for tensor in held]
 print(flush=True)
 for order in sys.stdin:
