@@ -71,10 +71,7 @@ class TransformersEngine(Scheduler):
 
     async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         """See ``GeneratingEngine``; ``rid`` names the request. Also raises EngineDeadError."""
-        done = await asyncio.wrap_future(self.submit(request))
-        decode = self._tokenizer.decode if self._tokenizer is not None else lambda *_, **__: ""
-        text = decode(done.output, skip_special_tokens=done.sampling.skip_special_tokens)
-        return {"text": text, "output_ids": done.output, "meta_info": done.meta_info()}
+        return self._answer(await asyncio.wrap_future(self.submit(request)))
 
     def update_weights_from_disk(
         self, model_path: str | Path, *, flush_cache: bool = True, abort_all_requests: bool = False
@@ -155,6 +152,11 @@ class TransformersEngine(Scheduler):
             raise ValueError(f"the prompt has {len(ids)} tokens; with its output it must fit {self.runner.length}")
         name = {"name": request["rid"]} if isinstance(request.get("rid"), str) else {}
         return Request(ids, Sampling.parse(request.get("sampling_params")), **name)
+
+    def _answer(self, request: Request) -> dict[str, Any]:
+        decode = self._tokenizer.decode if self._tokenizer is not None else lambda *_, **__: ""
+        text = decode(request.output, skip_special_tokens=request.sampling.skip_special_tokens)
+        return {"text": text, "output_ids": request.output, "meta_info": request.meta_info()}
 
 
 def _load_tokenizer(folder: Path) -> Any:
