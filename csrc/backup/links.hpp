@@ -76,7 +76,7 @@ class LinkLender {
     if (!store_.sockets().offer_link(store_.index().member())) return;
     auto thread = sys::start_thread([this] { run(); });
     if (thread) thread_ = std::move(*thread);
-    if (!thread) store_.sockets().end_offer();
+    if (!thread) store_.sockets().close_offer();
   }
   // Waits until nothing is under way and the memory of the buffer is free: some milliseconds, or what one registration
   // of memory takes. A borrower that does not run keeps the memory; it is not waited for longer than kLastPatience.
@@ -84,6 +84,7 @@ class LinkLender {
     ending_ = true;
     store_.sockets().end_offer();
     if (thread_.joinable()) thread_.join();
+    store_.sockets().close_offer();
   }
 
  private:

@@ -90,13 +90,14 @@ class StoreSockets {
   // Offers the link of a member to others (backup/links.hpp), by connections of whole messages, until end_offer().
   // Returns false if the system refuses.
   [[nodiscard]] bool offer_link(std::uint32_t member) {
-    close_and_forget(offer_);
     offer_ = open_socket(SOCK_NONBLOCK, SOCK_SEQPACKET);
     if (offer_ < 0 || !at_name(bind, offer_, link_name(member)) || ::listen(offer_, 1) != 0) close_and_forget(offer_);
     return offer_ >= 0;
   }
   // Ends accept_link() and await(), in any thread, and refuses connections to the offer from now on.
   void end_offer() { shutdown(offer_, SHUT_RDWR); }
+  // Closes the socket of an offer that has ended, which no thread uses.
+  void close_offer() { close_and_forget(offer_); }
   // Returns whether a connection to the offer waits, or the offer has ended.
   [[nodiscard]] bool link_is_wanted() const { return readable(offer_, milliseconds(0)); }
   // Returns a connection of a process of this user to the offer; -1 if there is none within `timeout`.
