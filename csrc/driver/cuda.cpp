@@ -182,15 +182,18 @@ class CudaDevice {
   };
 
   // Returns the properties of memory to create. Throws configuration if the device has no virtual memory management.
-  [[nodiscard]] AllocationProperties properties() const {
-    if (attribute(kAttributeVirtualMemory, 0) == 0) {
-      throw Error(ErrorKind::configuration, "the device does not support CUDA virtual memory management");
+  // Asks the driver once: each chunk that is created has them.
+  [[nodiscard]] AllocationProperties properties() {
+    const Lock lock(mutex_);
+    if (properties_.type == 0) {
+      if (attribute(kAttributeVirtualMemory, 0) == 0) {
+        throw Error(ErrorKind::configuration, "the device does not support CUDA virtual memory management");
+      }
+      properties_.type = kAllocationPinned;
+      properties_.location = {kLocationDevice, ordinal_};
+      properties_.flags.gpu_direct_rdma_capable = attribute(kAttributeRdmaWithVirtualMemory, 0) != 0 ? 1 : 0;
     }
-    AllocationProperties properties{};
-    properties.type = kAllocationPinned;
-    properties.location = {kLocationDevice, ordinal_};
-    properties.flags.gpu_direct_rdma_capable = attribute(kAttributeRdmaWithVirtualMemory, 0) != 0 ? 1 : 0;
-    return properties;
+    return properties_;
   }
 
   // Returns an event that recycle() took back, or Event{}.
@@ -234,7 +237,7 @@ class CudaDevice {
         warn(std::string(source.without) + ": " + error.what());
       }
     }
-    return kernels.module != nullptr;
+    return kernels.module != nullptr && !kernels.failed;
   }
 
   // Returns a kernel of the set. Only after has() returned true. Throws driver errors.
@@ -272,6 +275,7 @@ class CudaDevice {
   Context context_ GUARDED_BY(context_mutex_) = nullptr;
   Mutex mutex_ ACQUIRED_BEFORE(context_mutex_);
   std::vector<Event> idle_events_ GUARDED_BY(mutex_);
+  AllocationProperties properties_ GUARDED_BY(mutex_){};
   std::map<const char*, Kernels> kernels_ GUARDED_BY(mutex_);  // by name of the set
 };
 
