@@ -268,6 +268,7 @@ class Executor:
     def __init__(self, ranks: list[Rank]) -> None:
         self.ranks = ranks
         self.is_sleeping = False
+        self.levels: list[int] = []  # of each call of ``sleep``
 
     def call(self, message: Plain) -> list[Plain]:
         plain = json.dumps(message)
@@ -287,6 +288,7 @@ class Executor:
         return started(lambda: self.call(message))
 
     def sleep(self, level: int, dp_ranks: Sequence[int] = ()) -> Future[None]:
+        self.levels.append(level)
         return started(lambda: self.put_to_sleep(level))
 
 
@@ -588,6 +590,21 @@ def test_on_a_device_without_memory_what_is_kept_stays(group: list[Rank], level:
         assert content["runtime"]
         assert content["kv_cache_zero"]
         assert content["weights"] or level == 2
+
+
+@pytest.mark.parametrize(
+    ("restore", "levels"), [({}, [1]), ({"weights": RestorePolicy.DISCARD}, [1, 2])], ids=["kept", "discarded"]
+)
+def test_a_release_on_several_ranks_puts_vllm_to_sleep_once(
+    group: list[Rank], restore: dict[str, RestorePolicy], levels: list[int]
+) -> None:
+    """Each time takes long with a large cache. Discarded weights need level 2, which empties a connector's tier."""
+    executor = Executor(group)
+    memory = VllmMemory(executor)
+    memory.release(MemoryRequest(restore=restore))
+    assert executor.levels == levels
+    assert [released(each) for each in group] == [ALL, ALL]
+    memory.resume(Tagged())
 
 
 def test_a_second_sleep_at_level_2_leaves_released_weights_alone(rank: Rank) -> None:

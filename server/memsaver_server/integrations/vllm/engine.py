@@ -54,7 +54,9 @@ class VllmMemory(RankMemory):
     def release_awake(self, request: MemoryRequest, again: bool) -> list[Answer]:
         discards_weights = request.restore.get("weights") == RestorePolicy.DISCARD
         level = 2 if discards_weights and request.concerns("weights") else 1
-        if again:  # the ranks alone: vLLM's sleep would clear its large table of blocks once more
+        if again and level == 1:
+            # The ranks alone: vLLM's sleep would clear its large table of blocks once more. At level 2 it also empties
+            # a KV connector's tier.
             return self.ask(SleepNow(request, level))
         answers = self.ask(ExpectRelease(request))
         if any(answer.failure is not None for answer in answers):
