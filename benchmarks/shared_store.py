@@ -1,7 +1,8 @@
 """The shared store: processes with equal content, each on a separate GPU, released and resumed at once.
 
-Each with host separate memory, one after the other and all at once; then all at once with one store. The rate of the
-links by plain copies in the same processes, and what the backups take. Content is compared after each resume.
+Each with separate host memory, one after the other and all at once; then with one store, all at once, and one while
+the others are idle. The rate of the links by plain copies in the same processes, and what the backups take. Content is
+compared after each resume.
 
     python benchmarks/shared_store.py                        # 16 GiB on each GPU of the machine
     python benchmarks/shared_store.py --processes 2 --bytes 4GiB --repeats 3 --out /tmp

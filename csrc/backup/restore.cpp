@@ -14,11 +14,12 @@ constexpr std::size_t kSampleEvery = 16;
 // of the same block, so that it is there soon: 11.5 GB took 0.27 to 0.30 s (H100, 16 cores), in parts of 4 or 8 MiB
 // 0.32 to 0.41.
 constexpr std::size_t kReaders = 16;
-// Links are borrowed after so many blocks, 7 ms of the process's own link: by then the devices of members that resume
-// at the same time count as in use, and none waits for another one to give a buffer up. And for at least so many
-// blocks: to open one takes 3 ms, in which the own link brings five. Then so many are under way on the own one at once.
+// Links are borrowed after so many blocks, which take 7 ms. By then members that resume at the same time have begun:
+// their devices count as in use, and no member waits until another one has given a buffer up.
 constexpr std::size_t kOwnFirst = 16;
+// Links are borrowed only if at least so many blocks are left: to open a link takes as long as five blocks.
 constexpr std::ptrdiff_t kBorrowedFor = 16;
+// Beside borrowed links so many blocks are under way on the process's own link.
 constexpr std::size_t kOwnBlocks = 3;
 const std::size_t kPartBytes = kBlockBytes / 16;
 
@@ -344,7 +345,7 @@ class RestoreTask {
     const Block& block = *blocks_[index].block;
     if (zeros_) zeros_->hold(stream);
     start_copy(blocks_[index], Direction::on_device, {{from, block.kept_bytes()}}, stream);
-    pipeline_.record(stream)->hold(pipeline_.kernels);
+    if (block.packed_bytes == 0) pipeline_.record(stream)->hold(pipeline_.kernels);  // else start_copy() has done so
     seconds_.linked_bytes += static_cast<double>(block.kept_bytes());
     note_restored(index, ContentBlock::Outcome::copied);
   }

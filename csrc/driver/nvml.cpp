@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <map>
 #include <type_traits>
 
 #include "support/mutex.hpp"
@@ -68,10 +69,18 @@ std::optional<DeviceMemory> memory_of(const std::string& uuid, const std::vector
 }
 
 bool nvlink_connects(const std::string& one, const std::string& other) {
-  void* devices[2] = {};
-  int status = -1;  // 0: NVML_P2P_STATUS_OK
-  return load() && handle_by_uuid(one.c_str(), &devices[0]) == 0 && handle_by_uuid(other.c_str(), &devices[1]) == 0 &&
-         p2p_status(devices[0], devices[1], kNvLink, &status) == 0 && status == 0;
+  static Mutex mutex;
+  static auto& known = *new std::map<std::pair<std::string, std::string>, bool>;
+  const Lock lock(mutex);
+  const auto [found, is_new] = known.try_emplace({one, other}, false);
+  if (is_new) {
+    void* devices[2] = {};
+    int status = -1;  // 0: NVML_P2P_STATUS_OK
+    found->second = load() && handle_by_uuid(one.c_str(), &devices[0]) == 0 &&
+                    handle_by_uuid(other.c_str(), &devices[1]) == 0 &&
+                    p2p_status(devices[0], devices[1], kNvLink, &status) == 0 && status == 0;
+  }
+  return found->second;
 }
 
 }  // namespace memsaver::nvml

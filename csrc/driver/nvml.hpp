@@ -19,7 +19,7 @@ struct DeviceMemory {
 // Returns the memory of a device; nothing if a call fails. One thread at a time.
 [[nodiscard]] std::optional<DeviceMemory> memory_of(const std::string& uuid, const std::vector<int>& processes);
 
-// Returns whether NVLink connects two devices, directly or through switches; false if a call fails.
+// Returns whether NVLink connects two devices, directly or through switches; false if a call fails. NVML is asked once.
 [[nodiscard]] bool nvlink_connects(const std::string& one, const std::string& other);
 
 }  // namespace memsaver::nvml

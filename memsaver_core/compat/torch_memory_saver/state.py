@@ -139,8 +139,9 @@ class State:
                     )
             backend = os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND", "")
             self.frees_at_once = check_backend(backend, "TMS_INIT_CPU_BACKUP_BACKEND") == "mmap"
-            flags = [flag(f"TMS_INIT_ENABLE{what}") for what in ("", "_CPU_BACKUP", "_DISK_BACKUP")]
-            if all(flags[1:]):
+            # All are read, so that an invalid value is refused now.
+            _, cpu, disk = [flag(f"TMS_INIT_ENABLE{what}") for what in ("", "_CPU_BACKUP", "_DISK_BACKUP")]
+            if cpu and disk:
                 raise ConfigurationError(
                     "TMS_INIT_ENABLE_CPU_BACKUP and TMS_INIT_ENABLE_DISK_BACKUP exclude each other"
                 )

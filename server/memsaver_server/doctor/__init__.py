@@ -25,7 +25,7 @@ from memsaver_server.address import DEFAULT_PORT
 from memsaver_server.missing_package import missing_package
 from memsaver_server.port_holders import port_holders
 
-_MIN_TORCH = (2, 11)
+_MIN_TORCH = "2.11"
 #: If none of these is installed, the client alone is.
 _SERVING = ("torch", "fastapi", "uvicorn", "prometheus_client")
 #: Characters of a key below which it is pointed out: 16 of the 64 that keys are commonly made of are 96 bits.
@@ -168,10 +168,10 @@ def check_torch(machine: Machine) -> Finding:
     try:
         import torch
     except ImportError as error:
-        return Finding("torch", Level.BLOCKED, f"not importable: {error}", "pip install 'torch>=2.11'")
-    numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if numbers < _MIN_TORCH:
-        return Finding("torch", Level.BLOCKED, torch.__version__, "memsaver needs torch 2.11 or newer")
+        return Finding("torch", Level.BLOCKED, f"not importable: {error}", f"pip install 'torch>={_MIN_TORCH}'")
+    numbers, oldest = ([int(part) for part in each.split(".")[:2]] for each in (torch.__version__, _MIN_TORCH))
+    if numbers < oldest:
+        return Finding("torch", Level.BLOCKED, torch.__version__, f"memsaver needs torch {_MIN_TORCH} or newer")
     if machine.has_gpu and torch.version.cuda is None:
         found = f"{torch.__version__}, a build without CUDA, on a machine with a GPU"
         remedy = "install torch's CUDA build, or set MEMSAVER_DRIVER=host to run without the GPU"
